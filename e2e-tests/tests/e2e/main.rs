@@ -1,0 +1,18 @@
+//! The guarantees, each tested on real servers.
+
+mod consumer;
+mod dev;
+mod fixture;
+mod gateway;
+mod http;
+mod http_bodies;
+mod http_idempotency;
+mod http_orders;
+mod http_outages;
+mod http_payments;
+mod outbox;
+mod process;
+mod promise;
+mod readme;
+mod relay;
+mod servers;

@@ -1,0 +1,77 @@
+//! order-service: takes orders, tells of them through its outbox, and learns through its inbox what
+//! became of their payments.
+
+pub mod config;
+pub mod events;
+pub mod http;
+pub mod order;
+pub mod payments;
+
+use std::process::ExitCode;
+
+use outbox_core::config::{RelayMode, Switch};
+use outbox_core::{
+    Broker, Consumer, Nudge, Process, Relay, Stream, StreamName, Subscription, admin, bind, check_health,
+    forward_nudges, migrate_and_exit,
+};
+use sqlx::migrate::Migrator;
+
+use crate::config::{Command, Config};
+use crate::payments::Payments;
+
+const SERVICE: &str = "order-service";
+
+/// The service's own tables.
+fn migrations() -> Migrator {
+    sqlx::migrate!("../migrations/order-service")
+}
+
+/// The names of the stream that this service owns.
+pub fn stream() -> StreamName {
+    StreamName { name: "ORDERS".to_owned(), subject_prefix: "orders".to_owned(), source: "/order-service".to_owned() }
+}
+
+/// Runs the service until it is told to stop, or the command that was asked for.
+///
+/// # Errors
+/// One line that names the setting that cannot work.
+pub async fn run(config: Config) -> Result<ExitCode, String> {
+    config.check()?;
+    outbox_core::telemetry::start_log(&config.process)?;
+    let db = outbox_core::pool(&config.database, SERVICE)?;
+    match config.command {
+        None => {}
+        Some(Command::Health) => return Ok(check_health(config.admin_addr).await),
+        Some(Command::Migrate) => return Ok(migrate_and_exit(&db, &migrations()).await),
+    }
+    let broker = Broker::connect(&config.broker, SERVICE).await.map_err(|error| error.to_string())?;
+    let mut process = Process::new(&config.process);
+    let admin_listener = bind("ADMIN_ADDR", config.admin_addr).await?;
+    let http_listener = bind("HTTP_ADDR", config.http_addr).await?;
+    process.serve("admin", admin_listener, admin(process.health(), db.clone(), broker.clone()));
+    let migrations = (config.migrate == Switch::On).then(migrations);
+    if let Some(code) = process.prepare_database(&db, migrations, &stream()).await {
+        return Ok(code);
+    }
+
+    let stream = Stream::new(broker.clone(), stream(), config.stream, config.relaying.relay_publish_timeout);
+    process.supervise("stream", stream.clone().keep(process.health(), process.shutdown()));
+    let nudge = match config.relay {
+        RelayMode::Embedded => {
+            let relay = Relay::new(db.clone(), stream, config.relaying);
+            let nudge = relay.nudge();
+            process.supervise("relay", relay.run(process.shutdown()));
+            nudge
+        }
+        RelayMode::Off => {
+            let nudge = Nudge::default();
+            process.supervise("nudges", forward_nudges(db.clone(), nudge.clone(), process.shutdown()));
+            nudge
+        }
+    };
+    let payments = Subscription { stream: payments::stream(), durable: SERVICE.to_owned() };
+    let consumer = Consumer::new(db.clone(), payments, Payments, config.consumer).nudging(nudge.clone());
+    process.supervise("consumer", consumer.run(broker, process.shutdown()));
+    process.serve("http", http_listener, http::router(db, nudge, process.writes()));
+    Ok(process.run().await)
+}

@@ -1,0 +1,91 @@
+//! The database connection, and which of its errors say that it is away.
+
+use std::error::Error;
+use std::str::FromStr;
+use std::time::Duration;
+
+use sqlx::migrate::{MigrateError, Migrator};
+use sqlx::postgres::{PgConnectOptions, PgPoolOptions};
+use sqlx::{Connection, PgPool};
+
+use crate::config::DatabaseConfig;
+
+/// The outbox and inbox tables. Its own bookkeeping table lets it stand beside a service's.
+fn outbox_migrations() -> Migrator {
+    let mut migrator = sqlx::migrate!("../migrations/outbox");
+    migrator.dangerous_set_table_name("_outbox_migrations");
+    migrator
+}
+
+/// A pool of at most `database_pool` connections, made when they are needed: the database may be
+/// away now.
+///
+/// # Errors
+/// One line that names the setting where the URL cannot be read.
+pub fn pool(config: &DatabaseConfig, service: &str) -> Result<PgPool, String> {
+    let options = PgConnectOptions::from_str(&config.database_url).map_err(|error| format!("DATABASE_URL: {error}"))?;
+    let options = options.application_name(service).options([
+        // No wait without an end, whatever happens to the other side.
+        ("statement_timeout", "30s"),
+        ("lock_timeout", "10s"),
+        ("idle_in_transaction_session_timeout", "30s"),
+        ("tcp_user_timeout", "15s"),
+    ]);
+    let pool = PgPoolOptions::new().max_connections(config.database_pool).acquire_timeout(Duration::from_secs(3));
+    Ok(pool.connect_lazy_with(options))
+}
+
+/// Brings the shared tables and then the service's own up to date. Safe with many replicas at once:
+/// they queue for a lock in the database.
+///
+/// # Errors
+/// The migrator's.
+pub async fn migrate(db: &PgPool, service: &Migrator) -> Result<(), MigrateError> {
+    // On a connection that is not given back: a migration may take its time, and one that fails
+    // leaves the migrator's lock behind.
+    let mut connection = db.acquire().await?.detach();
+    sqlx::query("SET statement_timeout = 0").execute(&mut connection).await?;
+    outbox_migrations().run(&mut connection).await?;
+    service.run(&mut connection).await?;
+    connection.close().await?;
+    Ok(())
+}
+
+/// Does this error say that the database is away, or that this was not its fault, so that the same
+/// may well succeed later? Anything else is about what was asked.
+///
+/// A handler's error counts too if a database error is among its causes.
+pub fn is_away(error: &(dyn Error + 'static)) -> bool {
+    let mut cause = Some(error);
+    while let Some(error) = cause {
+        if let Some(error) = error.downcast_ref::<sqlx::Error>() {
+            return is_away_itself(error);
+        }
+        cause = error.source();
+    }
+    false
+}
+
+fn is_away_itself(error: &sqlx::Error) -> bool {
+    let Some(refusal) = error.as_database_error() else {
+        return matches!(
+            error,
+            sqlx::Error::Io(_)
+                | sqlx::Error::Tls(_)
+                | sqlx::Error::Protocol(_)
+                | sqlx::Error::PoolTimedOut
+                | sqlx::Error::PoolClosed
+                | sqlx::Error::WorkerCrashed
+        );
+    };
+    let code = refusal.code().unwrap_or_default();
+    // https://www.postgresql.org/docs/current/errcodes-appendix.html
+    match code.get(..2) {
+        // Connection exceptions; too many connections, disk or memory full; shut down or starting;
+        // disk and internal errors.
+        Some("08" | "53" | "57" | "58") => true,
+        // Serialisation failure and deadlock, lock timeout, a standby that takes no writes, a
+        // session that was idle too long, a password or role being changed.
+        _ => matches!(&*code, "40001" | "40P01" | "55P03" | "25006" | "25P03" | "28P01" | "28000"),
+    }
+}

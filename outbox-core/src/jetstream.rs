@@ -1,0 +1,405 @@
+//! The broker: one connection, the stream a service publishes to, and what an answer means.
+
+use std::collections::BTreeMap;
+use std::str::FromStr;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use async_nats::connection::State;
+use async_nats::jetstream::context::{
+    Context as JetStream, ContextBuilder, CreateStreamErrorKind, GetStreamErrorKind, PublishError, PublishErrorKind,
+};
+use async_nats::jetstream::{self, ErrorCode, consumer, stream};
+use async_nats::{Client, ConnectOptions, HeaderMap, HeaderName, HeaderValue, ServerAddr};
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+
+use crate::config::{BrokerConfig, ConsumerConfig, StreamConfig};
+use crate::event::{Message, StreamPosition};
+use crate::process::Health;
+
+/// How long any request to the broker, other than a publish, may take.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// How often a stream that could not be made is tried.
+const STREAM_RETRY: Duration = Duration::from_secs(1);
+
+/// The names of a service's stream: the contract with its consumers.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StreamName {
+    /// The stream, such as `ORDERS`.
+    pub name: String,
+    /// What its subjects begin with, such as `orders` for `orders.*`.
+    pub subject_prefix: String,
+    /// The service its events come from, such as `/order-service`.
+    pub source: String,
+}
+
+impl StreamName {
+    /// All of the stream's subjects.
+    pub fn subjects(&self) -> String {
+        format!("{}.*", self.subject_prefix)
+    }
+}
+
+/// Why the broker could not be used.
+#[derive(Debug, thiserror::Error)]
+pub enum BrokerError {
+    /// A setting that can never work.
+    #[error("{0}")]
+    Setting(String),
+    /// The stream is not there.
+    #[error("stream {0} does not exist")]
+    NoStream(String),
+    /// Anything that may pass.
+    #[error("the broker did not do as asked: {0}")]
+    Request(String),
+}
+
+/// A connection that is made in the background and made again whenever it breaks.
+#[derive(Debug, Clone)]
+pub struct Broker {
+    client: Client,
+    connected: watch::Receiver<u64>,
+}
+
+impl Broker {
+    /// Begins to connect as `service`, which names the connection and its inbox, and returns at
+    /// once: the broker may be away.
+    ///
+    /// # Errors
+    /// [`BrokerError::Setting`] where an address cannot be understood.
+    pub async fn connect(config: &BrokerConfig, service: &str) -> Result<Self, BrokerError> {
+        let addresses = config.nats_url.split(',').map(ServerAddr::from_str).collect::<Result<Vec<_>, _>>();
+        let addresses = addresses.map_err(|error| BrokerError::Setting(format!("NATS_URL: {error}")))?;
+        let (connections, connected) = watch::channel(0);
+        let client = ConnectOptions::new()
+            .name(service)
+            // An inbox of its own, so that the broker can refuse it everybody else's.
+            .custom_inbox_prefix(format!("_INBOX_{service}"))
+            .request_timeout(Some(REQUEST_TIMEOUT))
+            .retry_on_initial_connect()
+            .event_callback(log_event(connections))
+            .connect(addresses)
+            .await
+            .map_err(|error| BrokerError::Setting(format!("NATS_URL: {error}")))?;
+        Ok(Self { client, connected })
+    }
+
+    /// Is there a connection now?
+    pub fn is_connected(&self) -> bool {
+        self.client.connection_state() == State::Connected
+    }
+
+    /// Waits until what was sent, acknowledgements above all, has left this process.
+    pub async fn flush(&self) {
+        let _ = tokio::time::timeout(Duration::from_secs(1), self.client.flush()).await;
+    }
+
+    /// A number that rises with every connection made.
+    pub(crate) fn connections(&self) -> watch::Receiver<u64> {
+        self.connected.clone()
+    }
+
+    fn jetstream(&self, timeout: Duration) -> JetStream {
+        ContextBuilder::new().timeout(timeout).build(self.client.clone())
+    }
+
+    /// Makes the durable consumer, or brings its settings up to date, and starts to pull from it.
+    pub(crate) async fn pull(
+        &self,
+        subscription: &Subscription,
+        config: &ConsumerConfig,
+    ) -> Result<consumer::pull::Stream, BrokerError> {
+        let context = self.jetstream(REQUEST_TIMEOUT);
+        let stream = get_stream(&context, &subscription.stream.name).await?;
+        let durable = consumer::pull::Config {
+            durable_name: Some(subscription.durable.clone()),
+            filter_subject: subscription.stream.subjects(),
+            deliver_policy: consumer::DeliverPolicy::All,
+            ack_policy: consumer::AckPolicy::Explicit,
+            ack_wait: config.consumer_ack_wait,
+            // The inbox, not the broker, decides when to give up.
+            max_deliver: -1,
+            ..Default::default()
+        };
+        let consumer = stream.create_consumer(durable).await.map_err(request)?;
+        let messages =
+            consumer.stream().max_messages_per_batch(config.consumer_batch).heartbeat(Duration::from_secs(5));
+        messages.messages().await.map_err(request)
+    }
+}
+
+/// Who consumes what: the stream of another service, under a durable name of one's own.
+#[derive(Debug, Clone)]
+pub struct Subscription {
+    /// The stream to read.
+    pub stream: StreamName,
+    /// The durable consumer's name and, in the inbox, the consumer's: the consuming service's.
+    pub durable: String,
+}
+
+/// The stream that a service owns and publishes to.
+#[derive(Debug, Clone)]
+pub struct Stream {
+    broker: Broker,
+    context: JetStream,
+    name: StreamName,
+    config: StreamConfig,
+}
+
+impl Stream {
+    /// The stream `name`, with `config` where it has to be made; an ack is awaited for
+    /// `publish_timeout`.
+    pub fn new(broker: Broker, name: StreamName, config: StreamConfig, publish_timeout: Duration) -> Self {
+        Self { context: broker.jetstream(publish_timeout), broker, name, config }
+    }
+
+    /// The stream's names.
+    pub fn name(&self) -> &StreamName {
+        &self.name
+    }
+
+    /// The connection it is reached over.
+    pub fn broker(&self) -> &Broker {
+        &self.broker
+    }
+
+    /// Makes the stream if it is not there. One that is there is left as it is.
+    ///
+    /// # Errors
+    /// [`BrokerError::Request`]; trying again may help.
+    pub async fn ensure(&self) -> Result<(), BrokerError> {
+        let context = self.broker.jetstream(REQUEST_TIMEOUT);
+        match get_stream(&context, &self.name.name).await {
+            Ok(_) => return Ok(()),
+            Err(BrokerError::NoStream(_)) => {}
+            Err(error) => return Err(error),
+        }
+        let config = stream::Config {
+            name: self.name.name.clone(),
+            subjects: vec![self.name.subjects()],
+            storage: stream::StorageType::File,
+            retention: stream::RetentionPolicy::Limits,
+            // Refuse new events rather than drop old ones: what is refused stays in the outbox.
+            discard: stream::DiscardPolicy::New,
+            max_age: self.config.stream_max_age,
+            max_bytes: self.config.stream_max_bytes.unwrap_or(-1),
+            duplicate_window: self.config.stream_duplicate_window,
+            num_replicas: self.config.stream_replicas,
+            ..Default::default()
+        };
+        match context.create_stream(config).await {
+            Ok(_) => {
+                tracing::info!(stream = self.name.name, "made the stream");
+                Ok(())
+            }
+            // Another replica was faster, with other settings: whether those will do is for the check.
+            Err(error)
+                if matches!(error.kind(), CreateStreamErrorKind::JetStream(error)
+                    if error.error_code() == ErrorCode::STREAM_NAME_EXIST) =>
+            {
+                Ok(())
+            }
+            Err(error) => Err(request(error)),
+        }
+    }
+
+    /// Makes the stream as soon as the broker answers, and again whenever a connection finds it gone.
+    /// Readiness is red until it is there.
+    pub async fn keep(self, health: Health, shutdown: CancellationToken) {
+        let mut connections = self.broker.connections();
+        let keeping = async {
+            loop {
+                connections.mark_unchanged();
+                match self.ensure().await {
+                    Ok(()) => {
+                        health.recover("stream");
+                        if connections.changed().await.is_err() {
+                            std::future::pending::<()>().await;
+                        }
+                    }
+                    Err(error) => {
+                        health.fail("stream", error.to_string());
+                        let _ = tokio::time::timeout(STREAM_RETRY, connections.changed()).await;
+                    }
+                }
+            }
+        };
+        shutdown.run_until_cancelled(keeping).await;
+    }
+
+    /// Publishes one message and waits for the stream's ack. Nothing else counts as published.
+    pub(crate) async fn publish(&self, message: Message) -> Result<Ack, PublishFailure> {
+        let mut headers = HeaderMap::new();
+        for (name, value) in &message.headers {
+            headers.insert(
+                HeaderName::from_str(name).map_err(|error| permanent(format!("header {name}: {error}")))?,
+                HeaderValue::from_str(value).map_err(|error| permanent(format!("header {name}: {error}")))?,
+            );
+        }
+        let sent = self.context.publish_with_headers(message.subject, headers, message.payload).await;
+        let ack = sent.map_err(|error| classify(&error))?.await.map_err(|error| classify(&error))?;
+        if ack.stream != self.name.name {
+            return Err(PublishFailure::new(
+                FailureKind::Unrecognised,
+                format!("acknowledged by stream {}", ack.stream),
+            ));
+        }
+        Ok(Ack { duplicate: ack.duplicate })
+    }
+}
+
+async fn get_stream(context: &JetStream, name: &str) -> Result<stream::Stream, BrokerError> {
+    context.get_stream(name).await.map_err(|error| match error.kind() {
+        GetStreamErrorKind::JetStream(cause) if cause.error_code() == ErrorCode::STREAM_NOT_FOUND => {
+            BrokerError::NoStream(name.to_owned())
+        }
+        _ => request(error),
+    })
+}
+
+/// The stream has the message.
+#[derive(Debug)]
+pub(crate) struct Ack {
+    /// It had it before, under the same message id and within its duplicate window.
+    pub(crate) duplicate: bool,
+}
+
+/// Why a message was not acknowledged, for a relay to decide by and for a person to read.
+#[derive(Debug)]
+pub(crate) struct PublishFailure {
+    pub(crate) kind: FailureKind,
+    pub(crate) reason: String,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum FailureKind {
+    /// May pass; says nothing about the message.
+    Transient,
+    /// This message will never be taken.
+    Permanent,
+    /// An answer that is neither known to pass nor known to stay.
+    Unrecognised,
+}
+
+impl PublishFailure {
+    pub(crate) fn new(kind: FailureKind, reason: String) -> Self {
+        Self { kind, reason }
+    }
+}
+
+pub(crate) fn permanent(reason: String) -> PublishFailure {
+    PublishFailure::new(FailureKind::Permanent, reason)
+}
+
+fn classify(error: &PublishError) -> PublishFailure {
+    use std::error::Error as _;
+    let refusal = error.source().and_then(|source| source.downcast_ref::<jetstream::Error>());
+    let kind = match error.kind() {
+        PublishErrorKind::StreamNotFound
+        | PublishErrorKind::TimedOut
+        | PublishErrorKind::BrokenPipe
+        | PublishErrorKind::MaxAckPending => FailureKind::Transient,
+        PublishErrorKind::MaxPayloadExceeded => FailureKind::Permanent,
+        _ => refusal.map_or(FailureKind::Unrecognised, |refusal| kind_of(refusal.error_code())),
+    };
+    PublishFailure::new(kind, refusal.map_or_else(|| describe(error), |refusal| refusal.to_string()))
+}
+
+/// What JetStream's own codes say of trying again. Names and numbers: nats-server's errors.json.
+fn kind_of(code: ErrorCode) -> FailureKind {
+    match code {
+        // The stream is full and refuses new messages.
+        ErrorCode::STREAM_STORE_FAILED
+        // The server or its disk is, or the cluster has no leader for the stream just now.
+        | ErrorCode::ACCOUNT_RESOURCES_EXCEEDED
+        | ErrorCode::INSUFFICIENT_RESOURCES
+        | ErrorCode::STORAGE_RESOURCES_EXCEEDED
+        | ErrorCode::MEMORY_RESOURCES_EXCEEDED
+        | ErrorCode::CLUSTER_NOT_AVAILABLE
+        | ErrorCode::CLUSTER_NO_PEERS
+        | ErrorCode::JETSTREAM_NOT_ENABLED
+        | ErrorCode::STREAM_NOT_FOUND
+        | ErrorCode::STREAM_OFFLINE
+        // The same message id is being stored at this moment.
+        | ErrorCode::STREAM_DUPLICATE_MESSAGE_CONFLICT => FailureKind::Transient,
+        ErrorCode::STREAM_MESSAGE_EXCEEDS_MAXIMUM | ErrorCode::STREAM_HEADER_EXCEEDS_MAXIMUM => FailureKind::Permanent,
+        _ => FailureKind::Unrecognised,
+    }
+}
+
+/// The message as the rest of the library knows it.
+pub(crate) fn received(message: &jetstream::Message) -> Message {
+    let position = message.info().ok();
+    Message {
+        subject: message.subject.to_string(),
+        headers: message.headers.as_ref().map(readable).unwrap_or_default(),
+        payload: message.payload.clone(),
+        position: position
+            .map(|info| StreamPosition { stream: info.stream.to_owned(), sequence: info.stream_sequence }),
+    }
+}
+
+/// Headers as PostgreSQL can store them: its texts hold no NUL.
+fn readable(headers: &HeaderMap) -> BTreeMap<String, String> {
+    let first = |(name, values): (&HeaderName, &Vec<HeaderValue>)| {
+        let value = values.first().map(|value| value.as_str().replace('\0', "\u{fffd}")).unwrap_or_default();
+        (name.to_string(), value)
+    };
+    headers.iter().map(first).collect()
+}
+
+/// Logs what the client reports. A broker that is away is reported again and again: what was said
+/// last is not repeated.
+fn log_event(connections: watch::Sender<u64>) -> impl Fn(async_nats::Event) -> std::future::Ready<()> + Send + Sync {
+    let last = Arc::new(Mutex::new(String::new()));
+    move |event| {
+        let said = event.to_string();
+        let mut last = last.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_news = *last != said;
+        match event {
+            async_nats::Event::Connected => {
+                tracing::info!("connected to the broker");
+                connections.send_modify(|count| *count += 1);
+            }
+            async_nats::Event::Disconnected if is_news => tracing::warn!("disconnected from the broker"),
+            // A denied publish or subscription shows here only.
+            async_nats::Event::ServerError(error) if is_news => tracing::error!(%error, "the broker refused"),
+            async_nats::Event::ClientError(error) if is_news => tracing::warn!(%error, "the broker cannot be reached"),
+            other => tracing::debug!(event = %other, "broker client"),
+        }
+        *last = said;
+        std::future::ready(())
+    }
+}
+
+fn request(error: impl std::error::Error) -> BrokerError {
+    BrokerError::Request(describe(&error))
+}
+
+/// An error with its causes, on one line.
+pub(crate) fn describe(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        let reason = error.to_string();
+        if !text.contains(&reason) {
+            text = format!("{text}: {reason}");
+        }
+        cause = error.source();
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_full_stream_may_pass_and_a_message_too_large_for_it_may_not() {
+        assert_eq!(kind_of(ErrorCode::STREAM_STORE_FAILED), FailureKind::Transient);
+        assert_eq!(kind_of(ErrorCode::STREAM_MESSAGE_EXCEEDS_MAXIMUM), FailureKind::Permanent);
+        assert_eq!(kind_of(ErrorCode(19999)), FailureKind::Unrecognised);
+    }
+}

@@ -1,0 +1,294 @@
+//! A process: tasks that are watched, a way to stop, and what an operator can ask it.
+
+use std::collections::{BTreeMap, HashMap};
+use std::net::SocketAddr;
+use std::process::ExitCode;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use axum::extract::State;
+use axum::http::{StatusCode, header};
+use axum::response::IntoResponse;
+use axum::routing::get;
+use axum::{Json, Router};
+use metrics_exporter_prometheus::PrometheusHandle;
+use sqlx::PgPool;
+use sqlx::migrate::{MigrateError, Migrator};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::task::{Id, JoinError, JoinSet};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+use crate::config::ProcessConfig;
+use crate::database::{is_away, migrate};
+use crate::jetstream::{Broker, StreamName, describe};
+use crate::outbox::write_source;
+use crate::telemetry;
+
+/// How often a database that is away at start is tried.
+const DATABASE_RETRY: Duration = Duration::from_secs(1);
+
+/// Tasks that run for as long as the process does. If one ends by itself, the process says so, stops
+/// the others and ends with a non-zero code.
+#[derive(Debug)]
+pub struct Process {
+    tasks: JoinSet<()>,
+    names: HashMap<Id, &'static str>,
+    shutdown: CancellationToken,
+    writes: TaskTracker,
+    health: Health,
+    grace: Duration,
+}
+
+impl Process {
+    /// A process without tasks yet.
+    pub fn new(config: &ProcessConfig) -> Self {
+        Self {
+            tasks: JoinSet::new(),
+            names: HashMap::new(),
+            shutdown: CancellationToken::new(),
+            writes: TaskTracker::new(),
+            health: Health::default(),
+            grace: config.shutdown_grace,
+        }
+    }
+
+    /// Cancelled when the process is to stop.
+    pub fn shutdown(&self) -> CancellationToken {
+        self.shutdown.clone()
+    }
+
+    /// Writes that must run to their end, whoever waits for them.
+    pub fn writes(&self) -> TaskTracker {
+        self.writes.clone()
+    }
+
+    /// What readiness is made of.
+    pub fn health(&self) -> Health {
+        self.health.clone()
+    }
+
+    /// Starts a task that must not end before the shutdown.
+    pub fn supervise(&mut self, name: &'static str, task: impl Future<Output = ()> + Send + 'static) {
+        let handle = self.tasks.spawn(task);
+        self.names.insert(handle.id(), name);
+    }
+
+    /// Serves `router` until the shutdown, then lets open requests finish for half the grace period.
+    pub fn serve(&mut self, name: &'static str, listener: TcpListener, router: Router) {
+        let (shutdown, drain) = (self.shutdown(), self.grace / 2);
+        self.supervise(name, serve(listener, router, shutdown, drain));
+    }
+
+    /// Migrates the database, unless another role does that, and says in it whose outbox it holds.
+    /// Waits for a database that is away. Returns an exit code where the process cannot go on.
+    pub async fn prepare_database(
+        &self,
+        db: &PgPool,
+        migrations: Option<Migrator>,
+        stream: &StreamName,
+    ) -> Option<ExitCode> {
+        let preparing = async {
+            loop {
+                let error = match try_prepare(db, migrations.as_ref(), stream).await {
+                    Ok(()) => break None,
+                    Err(error) => error,
+                };
+                let reason = describe(&error);
+                if !is_away(&error) && migrations.is_some() {
+                    tracing::error!(reason, "the database cannot be migrated");
+                    break Some(ExitCode::FAILURE);
+                }
+                tracing::warn!(reason, "the service waits for its database");
+                self.health.fail("database", reason);
+                tokio::time::sleep(DATABASE_RETRY).await;
+            }
+        };
+        tokio::select! {
+            code = preparing => {
+                self.health.recover("database");
+                code
+            }
+            () = self.stopped() => Some(ExitCode::SUCCESS),
+        }
+    }
+
+    /// Waits for SIGTERM or SIGINT: for what comes before [`Process::run`].
+    pub async fn stopped(&self) {
+        stop_signal().await;
+    }
+
+    /// Runs until SIGTERM, SIGINT or the end of a task; then stops within the grace period, whatever
+    /// a client holds open.
+    pub async fn run(mut self) -> ExitCode {
+        let code = tokio::select! {
+            () = stop_signal() => {
+                tracing::info!("stopping");
+                ExitCode::SUCCESS
+            }
+            Some(ended) = self.tasks.join_next_with_id() => {
+                self.report(ended);
+                ExitCode::FAILURE
+            }
+        };
+        self.shutdown.cancel();
+        self.writes.close();
+        let stopping = async {
+            while let Some(ended) = self.tasks.join_next().await {
+                if let Err(error) = ended {
+                    tracing::error!(%error, "a task panicked while it stopped");
+                }
+            }
+            self.writes.wait().await;
+        };
+        if tokio::time::timeout(self.grace, stopping).await.is_err() {
+            tracing::warn!(grace_seconds = self.grace.as_secs_f64(), "stopped without waiting any longer");
+        }
+        code
+    }
+
+    fn report(&self, ended: Result<(Id, ()), JoinError>) {
+        let (id, how) = match ended {
+            Ok((id, ())) => (id, "ended".to_owned()),
+            Err(error) => (error.id(), error.to_string()),
+        };
+        let task = self.names.get(&id).copied().unwrap_or("unnamed");
+        tracing::error!(task, how, "a task ended that must not; stopping");
+        self.health.fail(task, how);
+    }
+}
+
+async fn try_prepare(db: &PgPool, migrations: Option<&Migrator>, stream: &StreamName) -> Result<(), MigrateError> {
+    if let Some(migrations) = migrations {
+        migrate(db, migrations).await?;
+    }
+    Ok(write_source(db, stream).await?)
+}
+
+/// The `migrate` command of a service.
+pub async fn migrate_and_exit(db: &PgPool, migrations: &Migrator) -> ExitCode {
+    match migrate(db, migrations).await {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => complain(&describe(&error)),
+    }
+}
+
+async fn stop_signal() {
+    let wait = async |kind| match signal(kind) {
+        Ok(mut signal) => _ = signal.recv().await,
+        Err(error) => {
+            tracing::error!(%error, "signals cannot be received; kill -9 is the only way to stop");
+            std::future::pending().await
+        }
+    };
+    tokio::select! {
+        () = wait(SignalKind::terminate()) => {}
+        () = wait(SignalKind::interrupt()) => {}
+    }
+}
+
+/// Why the process is not ready, by the part that says so.
+#[derive(Debug, Clone, Default)]
+pub struct Health(Arc<Mutex<BTreeMap<&'static str, String>>>);
+
+impl Health {
+    /// Readiness is red until `part` recovers.
+    pub fn fail(&self, part: &'static str, reason: String) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(part, reason);
+    }
+
+    /// Takes back [`Health::fail`].
+    pub fn recover(&self, part: &'static str) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).remove(part);
+    }
+
+    fn reasons(&self) -> BTreeMap<&'static str, String> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+/// The admin listener's pages: `/health/live`, `/health/ready`, `/metrics`.
+pub fn admin(health: Health, db: PgPool, broker: Broker) -> Router {
+    Router::new()
+        .route("/health/live", get(|| async { "live\n" }))
+        .route("/health/ready", get(ready))
+        .route("/metrics", get(metrics_page))
+        .with_state(Admin { health, db, broker, metrics: telemetry::metrics_handle() })
+}
+
+#[derive(Clone)]
+struct Admin {
+    health: Health,
+    db: PgPool,
+    broker: Broker,
+    metrics: PrometheusHandle,
+}
+
+async fn ready(State(admin): State<Admin>) -> impl IntoResponse {
+    let mut reasons = admin.health.reasons();
+    let asking = sqlx::query("SELECT 1").execute(&admin.db);
+    match tokio::time::timeout(Duration::from_secs(2), asking).await {
+        Ok(Ok(_)) => {}
+        Ok(Err(error)) => _ = reasons.insert("database", error.to_string()),
+        Err(_elapsed) => _ = reasons.insert("database", "no answer in 2 seconds".to_owned()),
+    }
+    if !admin.broker.is_connected() {
+        reasons.insert("broker", "not connected".to_owned());
+    }
+    if reasons.is_empty() {
+        (StatusCode::OK, Json(serde_json::json!({"status": "ready"})))
+    } else {
+        (StatusCode::SERVICE_UNAVAILABLE, Json(serde_json::json!({"status": "not ready", "reasons": reasons})))
+    }
+}
+
+async fn metrics_page(State(admin): State<Admin>) -> impl IntoResponse {
+    admin.metrics.run_upkeep();
+    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4")], admin.metrics.render())
+}
+
+/// Binds an address; the error is one line that names the setting.
+///
+/// # Errors
+/// The address is taken, or is not this machine's.
+pub async fn bind(setting: &str, address: SocketAddr) -> Result<TcpListener, String> {
+    TcpListener::bind(address).await.map_err(|error| format!("{setting}: {address}: {error}"))
+}
+
+/// Serves until `shutdown`, then lets open requests finish for at most `drain`.
+async fn serve(listener: TcpListener, router: Router, shutdown: CancellationToken, drain: Duration) {
+    let serving = axum::serve(listener, router).with_graceful_shutdown(shutdown.clone().cancelled_owned());
+    let draining = async {
+        shutdown.cancelled().await;
+        tokio::time::sleep(drain).await;
+    };
+    tokio::select! {
+        result = serving => if let Err(error) = result { tracing::error!(%error, "the listener failed") },
+        () = draining => tracing::warn!("connections were still open and are cut"),
+    }
+}
+
+/// Asks an admin listener whether its process is ready: the health check of a container that has no
+/// shell and no curl.
+pub async fn check_health(admin_addr: SocketAddr) -> ExitCode {
+    let asking = async {
+        let mut stream = TcpStream::connect(admin_addr).await?;
+        stream.write_all(b"GET /health/ready HTTP/1.0\r\n\r\n").await?;
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).await?;
+        Ok::<_, std::io::Error>(answer)
+    };
+    match tokio::time::timeout(Duration::from_secs(4), asking).await {
+        Ok(Ok(answer)) if answer.split(' ').nth(1) == Some("200") => ExitCode::SUCCESS,
+        Ok(Ok(answer)) => complain(answer.lines().last().unwrap_or("no answer")),
+        Ok(Err(error)) => complain(&format!("{admin_addr}: {error}")),
+        Err(_elapsed) => complain(&format!("{admin_addr}: no answer in 4 seconds")),
+    }
+}
+
+fn complain(line: &str) -> ExitCode {
+    eprintln!("{line}");
+    ExitCode::FAILURE
+}

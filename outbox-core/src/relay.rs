@@ -1,0 +1,466 @@
+//! The relay: brings committed events to the stream, in the order of each aggregate.
+//!
+//! One batch is: claim under a lease, publish outside any transaction, settle. A relay may die
+//! between any two of these; what it had claimed is then published, again perhaps, by whoever
+//! claims it once the lease has run out.
+
+use std::collections::HashSet;
+use std::panic::AssertUnwindSafe;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use futures::{FutureExt, StreamExt, stream::FuturesUnordered};
+use sqlx::PgPool;
+use sqlx::postgres::PgListener;
+use tokio::sync::Notify;
+use tokio_util::sync::CancellationToken;
+use uuid::Uuid;
+
+use crate::config::RelayConfig;
+use crate::event::{Context, Envelope, Message, WireError};
+use crate::jetstream::{FailureKind, PublishFailure, Stream, describe, permanent};
+use crate::outbox::{self, Claim, ClaimedEvent, Failure, Floor};
+use crate::telemetry::{self, names};
+
+/// Wakes a relay: given to whoever commits events. A hint that may get lost; the relay polls anyway.
+#[derive(Debug, Clone, Default)]
+pub struct Nudge(Arc<Notify>);
+
+impl Nudge {
+    /// Says that events were committed. Never blocks; many nudges become one.
+    pub fn nudge(&self) {
+        self.0.notify_one();
+    }
+
+    async fn nudged(&self) {
+        self.0.notified().await;
+    }
+}
+
+/// What became of one batch.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub struct Published {
+    /// Candidates that the claim saw.
+    pub seen: usize,
+    /// Events it took.
+    pub claimed: usize,
+    /// Acknowledged by the stream and marked.
+    pub published: usize,
+    /// Failed in a way that may pass; to be tried again after a wait.
+    pub rescheduled: usize,
+    /// Failed in a way that only an operator can mend.
+    pub failed: usize,
+    /// Not tried, or not through a fault of their own; given back.
+    pub given_back: usize,
+    /// No longer this relay's when it came to settle them.
+    pub lost: usize,
+    /// Nothing was acknowledged, and every failure may pass: the broker is away or takes nothing.
+    pub outage: bool,
+}
+
+/// Why a batch could not be claimed or settled. Its leases run out by themselves.
+#[derive(Debug, thiserror::Error)]
+pub enum RelayError {
+    /// The outbox's database did not do as asked.
+    #[error("the outbox cannot be read or written")]
+    Database(#[from] sqlx::Error),
+}
+
+/// Publishes one service's outbox. Any number of relays may share an outbox.
+#[derive(Debug)]
+pub struct Relay {
+    db: PgPool,
+    stream: Stream,
+    config: RelayConfig,
+    worker: String,
+    nudge: Nudge,
+    search: Mutex<Search>,
+}
+
+/// Where the next claim starts to look.
+#[derive(Debug)]
+struct Search {
+    floor: Floor,
+    raised_at: Instant,
+}
+
+impl Relay {
+    /// A relay of the outbox in `db` to `stream`.
+    pub fn new(db: PgPool, stream: Stream, config: RelayConfig) -> Self {
+        let search = Mutex::new(Search { floor: Floor::none(), raised_at: Instant::now() });
+        // For people who look at a lease: which process of which host holds it.
+        let host = std::env::var("HOSTNAME").unwrap_or_else(|_| "localhost".to_owned());
+        let worker = format!("{host}:{}:{:04x}", std::process::id(), fastrand::u16(..));
+        Self { db, stream, config, worker, nudge: Nudge::default(), search }
+    }
+
+    /// Wakes this relay; to be called after a commit.
+    pub fn nudge(&self) -> Nudge {
+        self.nudge.clone()
+    }
+
+    /// Claims, publishes and settles one batch.
+    ///
+    /// # Errors
+    /// [`RelayError`]; what was claimed is taken up again once its lease has run out.
+    pub async fn run_once(&self) -> Result<Published, RelayError> {
+        self.step(&CancellationToken::new()).await
+    }
+
+    /// Publishes until `shutdown`, then finishes what is in flight and gives back what is not begun.
+    /// Whatever goes wrong is logged and tried again.
+    pub async fn run(self, shutdown: CancellationToken) {
+        let mut idle = self.config.relay_poll_min;
+        let mut outages = 0;
+        let mut errors = 0;
+        while !shutdown.is_cancelled() {
+            let step = if self.stream.broker().is_connected() {
+                self.step(&shutdown).await
+            } else {
+                Ok(Published { outage: true, ..Published::default() })
+            };
+            let wait = match step {
+                Ok(batch) if batch.outage => {
+                    outages += 1;
+                    errors = 0;
+                    if outages == 1 {
+                        tracing::warn!("the broker takes no events; pausing until it does");
+                    }
+                    shutdown.run_until_cancelled(self.broker_answers(outages)).await;
+                    continue;
+                }
+                Ok(batch) => {
+                    if outages > 0 && batch.published > 0 {
+                        tracing::info!("the broker takes events again");
+                        outages = 0;
+                    }
+                    errors = 0;
+                    if batch.seen == self.config.relay_batch {
+                        idle = self.config.relay_poll_min;
+                        continue;
+                    }
+                    idle = if batch.published > 0 {
+                        self.config.relay_poll_min
+                    } else {
+                        (idle * 2).min(self.config.relay_poll_max)
+                    };
+                    idle
+                }
+                Err(error) => {
+                    errors += 1;
+                    if errors == 1 {
+                        tracing::warn!(error = describe(&error), "the relay pauses until its database answers");
+                    }
+                    self.config.backoff().delay(errors).min(MAX_PAUSE)
+                }
+            };
+            tokio::select! {
+                () = shutdown.cancelled() => {}
+                () = self.nudge.nudged(), if errors == 0 => {}
+                () = tokio::time::sleep(wait) => {}
+            }
+        }
+    }
+
+    async fn step(&self, shutdown: &CancellationToken) -> Result<Published, RelayError> {
+        let lease = Lease::starting_now(self.config.relay_lease);
+        let claim = self.claim().await?;
+        let outcomes = self.publish(&claim, &lease, shutdown).await;
+        self.settle(&claim, &lease, outcomes).await
+    }
+
+    async fn claim(&self) -> Result<Claim, RelayError> {
+        let floor = self.floor();
+        let claim =
+            outbox::claim(&self.db, &self.worker, self.config.relay_lease, self.config.relay_batch, &floor).await?;
+        metrics::histogram!(names::CLAIMED).record(claim.events.len() as f64);
+        self.move_floor(&claim);
+        Ok(claim)
+    }
+
+    /// The floor falls every second, so that whatever came due below it is found.
+    fn floor(&self) -> Floor {
+        let mut search = self.search.lock().unwrap_or_else(PoisonError::into_inner);
+        if search.raised_at.elapsed() > Duration::from_secs(1) {
+            *search = Search { floor: Floor::none(), raised_at: Instant::now() };
+        }
+        search.floor.clone()
+    }
+
+    fn move_floor(&self, claim: &Claim) {
+        let mut search = self.search.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_full = claim.seen == self.config.relay_batch;
+        let took_almost_nothing = claim.events.len() * 10 <= claim.seen;
+        match (&claim.floor_before_oldest, &claim.floor_past_newest) {
+            // A crowd that waits stands at the front: step past it, however far it reaches.
+            (_, Some(past)) if is_full && took_almost_nothing => {
+                *search = Search { floor: past.clone(), raised_at: Instant::now() };
+            }
+            // Keep off what was just published, whose index entries an old snapshot may pin.
+            (Some(before), _) if is_full => search.floor = before.clone(),
+            _ => search.floor = Floor::none(),
+        }
+    }
+
+    /// Publishes aggregates side by side, and the events of each one after the other.
+    async fn publish<'a>(&self, claim: &'a Claim, lease: &Lease, shutdown: &CancellationToken) -> Vec<Outcome<'a>> {
+        let same_aggregate = |a: &ClaimedEvent, b: &ClaimedEvent| {
+            a.aggregate.id == b.aggregate.id && a.aggregate_type == b.aggregate_type
+        };
+        let publishing: FuturesUnordered<_> = claim
+            .events
+            .chunk_by(same_aggregate)
+            .map(|events| self.publish_in_order(events, lease, shutdown))
+            .collect();
+        let renewing = self.keep_lease(claim, lease);
+        tokio::select! {
+            outcomes = publishing.concat() => outcomes,
+            never = renewing => match never {},
+        }
+    }
+
+    /// The events of one aggregate: each waits for the ack of the one before it, and the first that
+    /// fails ends the aggregate's turn.
+    async fn publish_in_order<'a>(
+        &self,
+        events: &'a [ClaimedEvent],
+        lease: &Lease,
+        shutdown: &CancellationToken,
+    ) -> Vec<Outcome<'a>> {
+        let mut outcomes = Vec::with_capacity(events.len());
+        for event in events {
+            // A publish that outlives its lease could come after a later event, sent by whoever
+            // took the lease over.
+            if shutdown.is_cancelled() || lease.left() < self.config.relay_publish_timeout {
+                break;
+            }
+            let result = self.publish_one(event).await;
+            let has_failed = result.is_err();
+            outcomes.push(Outcome { event, result });
+            if has_failed {
+                break;
+            }
+        }
+        outcomes
+    }
+
+    async fn publish_one(&self, event: &ClaimedEvent) -> Result<(), PublishFailure> {
+        let publishing = async {
+            let message = to_message(event, self.stream.name()).map_err(|error| permanent(error.to_string()))?;
+            self.stream.publish(message).await
+        };
+        let publishing = AssertUnwindSafe(publishing).catch_unwind();
+        let started = Instant::now();
+        let result = match tokio::time::timeout(self.config.relay_publish_timeout, publishing).await {
+            Ok(Ok(result)) => result,
+            Ok(Err(_panic)) => Err(permanent("publishing it panicked".to_owned())),
+            Err(_elapsed) => Err(PublishFailure::new(FailureKind::Transient, "no ack in time".to_owned())),
+        };
+        metrics::histogram!(names::PUBLISH_SECONDS).record(started.elapsed());
+        match &result {
+            Ok(ack) if ack.duplicate => metrics::counter!(names::BROKER_DUPLICATES).increment(1),
+            Ok(_) => {}
+            Err(failure) => telemetry::count_publish_failure(failure.kind),
+        }
+        result.map(|_ack| ())
+    }
+
+    /// Renews the lease at half its time, for as long as it is polled.
+    async fn keep_lease(&self, claim: &Claim, lease: &Lease) -> std::convert::Infallible {
+        let ids = outbox::column(&claim.events, |event| event.id);
+        loop {
+            tokio::time::sleep(
+                lease.left().saturating_sub(self.config.relay_lease / 2).max(self.config.relay_lease / 20),
+            )
+            .await;
+            let renewed = Lease::starting_now(self.config.relay_lease);
+            match outbox::renew(&self.db, claim.lease_id, self.config.relay_lease, &ids).await {
+                Ok(kept) if kept == ids.len() => lease.extend_to(&renewed),
+                // Lost, or the database is away: publishing ends by itself when the time is up.
+                Ok(_) => return std::future::pending().await,
+                Err(error) => tracing::debug!(error = describe(&error), "the lease was not renewed"),
+            }
+        }
+    }
+
+    /// Writes down what became of the batch.
+    async fn settle(&self, claim: &Claim, lease: &Lease, outcomes: Vec<Outcome<'_>>) -> Result<Published, RelayError> {
+        let mut batch = Published { seen: claim.seen, claimed: claim.events.len(), ..Published::default() };
+        let is_transient =
+            |outcome: &Outcome<'_>| matches!(&outcome.result, Err(failure) if failure.kind == FailureKind::Transient);
+        batch.outage = !outcomes.is_empty() && outcomes.iter().all(is_transient);
+
+        let mut unsettled: HashSet<Uuid> = claim.events.iter().map(|event| event.id).collect();
+        let mut published = Vec::new();
+        let mut failures = Vec::new();
+        for Outcome { event, result } in outcomes {
+            match result {
+                Ok(()) => published.push(event.id),
+                // An outage counts against nobody.
+                Err(_) if batch.outage => continue,
+                Err(failure) => failures.push(self.failure(event, failure)),
+            }
+            unsettled.remove(&event.id);
+        }
+        let unsettled = Vec::from_iter(unsettled);
+
+        let lease_id = claim.lease_id;
+        let mut kept = 0;
+        if !published.is_empty() {
+            batch.published = lease.retry(|| outbox::mark_published(&self.db, lease_id, &published)).await?;
+            kept += batch.published;
+        }
+        if !failures.is_empty() {
+            let recorded = lease.retry(|| outbox::record_failures(&self.db, lease_id, &failures)).await?;
+            batch.failed = failures.iter().filter(|failure| failure.retry_in.is_none()).count().min(recorded);
+            batch.rescheduled = recorded - batch.failed;
+            kept += recorded;
+        }
+        if !unsettled.is_empty() {
+            batch.given_back = lease.retry(|| outbox::give_back(&self.db, lease_id, &unsettled)).await?;
+            kept += batch.given_back;
+        }
+        batch.lost = batch.claimed - kept;
+        self.report(claim, &batch);
+        Ok(batch)
+    }
+
+    fn failure(&self, event: &ClaimedEvent, failure: PublishFailure) -> Failure {
+        let attempt = event.attempts as u32 + 1;
+        let is_final = match failure.kind {
+            FailureKind::Transient => false,
+            FailureKind::Permanent => true,
+            FailureKind::Unrecognised => attempt >= self.config.relay_max_attempts,
+        };
+        let retry_in = (!is_final).then(|| self.config.backoff().delay(attempt));
+        let correlation_id = event.headers.get("correlationid").and_then(|id| id.as_str());
+        let log = (event.id, event.aggregate.id, correlation_id.unwrap_or_default(), &failure.reason);
+        let (event_id, aggregate_id, correlation_id, reason) = log;
+        if is_final {
+            tracing::error!(%event_id, %aggregate_id, correlation_id, attempt, reason, "the event cannot be published");
+        } else {
+            tracing::warn!(%event_id, %aggregate_id, correlation_id, attempt, reason, "the event was not published yet");
+        }
+        Failure { id: event.id, error: failure.reason, retry_in }
+    }
+
+    fn report(&self, claim: &Claim, batch: &Published) {
+        if batch.lost > 0 {
+            metrics::counter!(names::LOST_LEASES).increment(batch.lost as u64);
+            tracing::warn!(events = batch.lost, lease_id = %claim.lease_id, "the lease was lost before its events were settled");
+        }
+        metrics::counter!(names::PUBLISHED).increment(batch.published as u64);
+        metrics::counter!(names::FAILED).increment(batch.failed as u64);
+    }
+
+    /// Waits, ever longer, until the broker answers and has the stream.
+    async fn broker_answers(&self, outages: u32) {
+        let mut failures = outages;
+        let mut connections = self.stream.broker().connections();
+        connections.mark_unchanged();
+        loop {
+            let wait = self.config.backoff().delay(failures).min(MAX_PAUSE);
+            // A new connection is worth a look at once.
+            let _ = tokio::time::timeout(wait, connections.changed()).await;
+            if self.stream.broker().is_connected() && self.stream.ensure().await.is_ok() {
+                return;
+            }
+            failures = failures.saturating_add(1);
+        }
+    }
+}
+
+/// However long an outage, its end is noticed within this time.
+const MAX_PAUSE: Duration = Duration::from_secs(5);
+
+#[derive(Debug)]
+struct Outcome<'a> {
+    event: &'a ClaimedEvent,
+    result: Result<(), PublishFailure>,
+}
+
+/// The time that is surely left of a lease: counted from before the claim was sent, so that it
+/// ends here no later than in the database. It compares this process with itself only.
+#[derive(Debug)]
+struct Lease {
+    ends: Mutex<Instant>,
+}
+
+impl Lease {
+    fn starting_now(length: Duration) -> Self {
+        Self { ends: Mutex::new(Instant::now() + length) }
+    }
+
+    fn left(&self) -> Duration {
+        self.ends.lock().unwrap_or_else(PoisonError::into_inner).saturating_duration_since(Instant::now())
+    }
+
+    fn extend_to(&self, renewed: &Lease) {
+        let ends = *renewed.ends.lock().unwrap_or_else(PoisonError::into_inner);
+        *self.ends.lock().unwrap_or_else(PoisonError::into_inner) = ends;
+    }
+
+    /// Tries to settle for as long as the lease lasts: what is not marked is published again.
+    async fn retry<F>(&self, settle: impl Fn() -> F) -> Result<usize, sqlx::Error>
+    where
+        F: Future<Output = Result<usize, sqlx::Error>>,
+    {
+        loop {
+            match settle().await {
+                Err(error) if self.left() > Duration::from_secs(1) => {
+                    tracing::debug!(error = describe(&error), "the batch could not be settled yet");
+                    tokio::time::sleep(Duration::from_millis(200)).await;
+                }
+                result => return result,
+            }
+        }
+    }
+}
+
+fn to_message(event: &ClaimedEvent, stream: &crate::StreamName) -> Result<Message, WireError> {
+    let malformed = |name: &str, problem| WireError::Header { name: name.to_owned(), problem };
+    let context: Context =
+        serde_json::from_value(event.headers.clone()).map_err(|_| malformed("headers", "without a correlation id"))?;
+    let envelope = Envelope {
+        id: event.id,
+        source: stream.source.clone(),
+        event_type: event.event_type.clone(),
+        version: u32::try_from(event.version).map_err(|_| malformed("event_version", "negative"))?,
+        aggregate_type: event.aggregate_type.clone(),
+        aggregate: event.aggregate,
+        time: event.time.clone().ok_or_else(|| malformed("created_at", "not a date"))?,
+        context,
+        payload: event.payload.clone().into(),
+    };
+    envelope.to_message(&stream.subject_prefix)
+}
+
+/// For a service whose relay runs elsewhere: passes its nudges on through the database, at most one
+/// in ten milliseconds. A notification that fails is one hint less.
+pub async fn forward_nudges(db: PgPool, nudge: Nudge, shutdown: CancellationToken) {
+    while shutdown.run_until_cancelled(nudge.nudged()).await.is_some() {
+        if let Err(error) = outbox::notify(&db).await {
+            tracing::debug!(error = describe(&error), "the relay was not woken");
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
+/// The other end: turns the notifications of [`forward_nudges`] into nudges. While the database is
+/// away the relay polls.
+pub async fn receive_nudges(db: PgPool, nudge: Nudge, shutdown: CancellationToken) {
+    let listening = async {
+        loop {
+            // The listener makes its connection again by itself; only the first may fail here.
+            if let Ok(mut listener) = PgListener::connect_with(&db).await
+                && listener.listen(outbox::WAKE_CHANNEL).await.is_ok()
+            {
+                while listener.recv().await.is_ok() {
+                    nudge.nudge();
+                }
+            }
+            tokio::time::sleep(Duration::from_secs(1)).await;
+        }
+    };
+    shutdown.run_until_cancelled(listening).await;
+}

@@ -1,0 +1,91 @@
+//! payment-service: learns of orders through its inbox, charges for them, and tells of it through its
+//! outbox.
+
+pub mod config;
+pub mod events;
+pub mod gateway;
+pub mod http;
+pub mod orders;
+pub mod payment;
+
+use std::process::ExitCode;
+
+use outbox_core::config::{RelayMode, Switch};
+use outbox_core::{
+    Broker, Consumer, Nudge, Process, Relay, Stream, StreamName, Subscription, admin, bind, check_health,
+    forward_nudges, migrate_and_exit,
+};
+use sqlx::migrate::Migrator;
+
+use crate::config::{Command, Config};
+use crate::gateway::{Gateway, HttpGateway, Sandbox};
+use crate::orders::Orders;
+
+const SERVICE: &str = "payment-service";
+
+/// The service's own tables.
+fn migrations() -> Migrator {
+    sqlx::migrate!("../migrations/payment-service")
+}
+
+/// The names of the stream that this service owns.
+pub fn stream() -> StreamName {
+    StreamName {
+        name: "PAYMENTS".to_owned(),
+        subject_prefix: "payments".to_owned(),
+        source: "/payment-service".to_owned(),
+    }
+}
+
+/// Runs the service until it is told to stop, or the command that was asked for.
+///
+/// # Errors
+/// One line that names the setting that cannot work.
+pub async fn run(config: Config) -> Result<ExitCode, String> {
+    config.check()?;
+    match &config.payment_gateway_url {
+        None => run_with(Sandbox, config).await,
+        Some(url) => run_with(HttpGateway::new(url, config.gateway_timeout)?, config).await,
+    }
+}
+
+async fn run_with(gateway: impl Gateway, config: Config) -> Result<ExitCode, String> {
+    outbox_core::telemetry::start_log(&config.process)?;
+    let db = outbox_core::pool(&config.database, SERVICE)?;
+    match config.command {
+        None => {}
+        Some(Command::Health) => return Ok(check_health(config.admin_addr).await),
+        Some(Command::Migrate) => return Ok(migrate_and_exit(&db, &migrations()).await),
+    }
+    let broker = Broker::connect(&config.broker, SERVICE).await.map_err(|error| error.to_string())?;
+    let mut process = Process::new(&config.process);
+    let admin_listener = bind("ADMIN_ADDR", config.admin_addr).await?;
+    let http_listener = bind("HTTP_ADDR", config.http_addr).await?;
+    process.serve("admin", admin_listener, admin(process.health(), db.clone(), broker.clone()));
+    let migrations = (config.migrate == Switch::On).then(migrations);
+    if let Some(code) = process.prepare_database(&db, migrations, &stream()).await {
+        return Ok(code);
+    }
+
+    let stream = Stream::new(broker.clone(), stream(), config.stream, config.relaying.relay_publish_timeout);
+    process.supervise("stream", stream.clone().keep(process.health(), process.shutdown()));
+    let nudge = match config.relay {
+        RelayMode::Embedded => {
+            let relay = Relay::new(db.clone(), stream, config.relaying);
+            let nudge = relay.nudge();
+            process.supervise("relay", relay.run(process.shutdown()));
+            nudge
+        }
+        RelayMode::Off => {
+            let nudge = Nudge::default();
+            process.supervise("nudges", forward_nudges(db.clone(), nudge.clone(), process.shutdown()));
+            nudge
+        }
+    };
+    let orders = Subscription { stream: orders::stream(), durable: SERVICE.to_owned() };
+    let handler = Orders::new(db.clone(), gateway);
+    let consumer = Consumer::new(db.clone(), orders, handler, config.consumer).nudging(nudge);
+    process.supervise("consumer", consumer.run(broker, process.shutdown()));
+    process.serve("http", http_listener, http::router(db));
+    Ok(process.run().await)
+}
