@@ -11,6 +11,7 @@ use axum::response::{IntoResponse, Response};
 use axum::{Json, Router};
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
+use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 /// What the provider does with one request.
@@ -62,7 +63,7 @@ impl Call {
 
     /// Whether money is to be returned.
     pub fn is_refund(&self) -> bool {
-        self.resource == "POST /refunds"
+        self.resource.ends_with("/refunds")
     }
 }
 
@@ -80,6 +81,7 @@ type Script = dyn Fn(&Call) -> Reply + Send + Sync;
 struct Desk {
     books: Arc<Mutex<Books>>,
     script: Arc<Script>,
+    is_held: watch::Receiver<bool>,
 }
 
 /// A payment provider that listens on a port of this machine and keeps books of what it is asked and
@@ -87,6 +89,7 @@ struct Desk {
 pub struct Provider {
     url: String,
     books: Arc<Mutex<Books>>,
+    is_held: watch::Sender<bool>,
     stop: CancellationToken,
 }
 
@@ -101,16 +104,27 @@ impl Provider {
         let listener = TcpListener::bind(("127.0.0.1", port)).await.expect("the port is free");
         let url = format!("http://{}", listener.local_addr().expect("a listener has an address"));
         let (books, stop) = (Arc::default(), CancellationToken::new());
-        let desk = Desk { books: Arc::clone(&books), script: Arc::new(script) };
+        let (is_held, hold) = watch::channel(false);
+        let desk = Desk { books: Arc::clone(&books), script: Arc::new(script), is_held: hold };
         let router = Router::new().fallback(answer).with_state(desk);
         let serving = axum::serve(listener, router).with_graceful_shutdown(stop.clone().cancelled_owned());
         tokio::spawn(serving.into_future());
-        Self { url, books, stop }
+        Self { url, books, is_held, stop }
     }
 
     /// Where it listens.
     pub fn url(&self) -> &str {
         &self.url
+    }
+
+    /// Lets every request wait, before anything is done for it, until they are released.
+    pub fn hold(&self) {
+        self.is_held.send_replace(true);
+    }
+
+    /// Undoes [`Self::hold`].
+    pub fn release(&self) {
+        self.is_held.send_replace(false);
     }
 
     /// Every request, in the order they came.
@@ -126,11 +140,6 @@ impl Provider {
     /// What was done, as it was answered: once for each key, however often it was asked.
     pub fn effects(&self) -> Vec<(String, Value)> {
         lock(&self.books).effects.clone()
-    }
-
-    /// What was done under this key.
-    pub fn effect_of(&self, key: &str) -> Option<Value> {
-        self.effects().into_iter().find_map(|(other, effect)| (other == key).then_some(effect))
     }
 }
 
@@ -152,6 +161,8 @@ async fn answer(State(desk): State<Desk>, uri: Uri, request: Request) -> Respons
     };
     let key = headers.get("idempotency-key").and_then(|key| key.to_str().ok()).unwrap_or_default().to_owned();
     let call = desk.take_in(Call { resource, headers, body, key, attempt: 0 });
+    // Its sender is the provider: if that is gone, nobody waits for an answer any more.
+    let _ = desk.is_held.clone().wait_for(|is_held| !is_held).await;
     match (desk.script)(&call) {
         Reply::Status(status) => StatusCode::from_u16(status).expect("it is a status").into_response(),
         Reply::Declined(reason) => {

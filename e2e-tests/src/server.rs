@@ -1,22 +1,24 @@
 //! A running server, to be stopped, frozen and started again.
 
 use std::fs::File;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, ExitStatus};
 use std::time::Duration;
 
 use anyhow::{Context, anyhow, bail};
 use rustix::process::{Pid, Signal, kill_process};
-use tokio::sync::{Mutex, OnceCell};
+use tokio::sync::Mutex;
 use tokio::time::sleep;
 
-use crate::docker::{Container, Image};
-use crate::find::{Installed, Wheel, run};
+use crate::docker::Container;
+use crate::find::run;
 use crate::keeper::{Folder, Program};
 use crate::place::{as_server_user, tail};
-use crate::progress::say;
 
 const STOPPED_WITHIN: Duration = Duration::from_secs(30);
+const GIVEN: &str = "a given server can be neither stopped nor frozen";
+const STOPPED: &str = "the server is stopped";
+const LOG: &str = "log";
 const LOOK_AGAIN_AFTER: Duration = Duration::from_millis(100);
 
 /// A running server; unless it was given, it and its data are gone when this is dropped.
@@ -140,7 +142,3 @@ fn spawn(mut command: Command, folder: &Path) -> anyhow::Result<Program> {
     as_server_user(&mut command).current_dir(folder).stdout(log.try_clone()?).stderr(log);
     Ok(Program::spawn(command)?)
 }
-
-const LOG: &str = "log";
-const GIVEN: &str = "a given server can be neither stopped nor frozen";
-const STOPPED: &str = "the server is stopped";

@@ -14,10 +14,12 @@ use rustix::process::Signal;
 use crate::api::http_client;
 use crate::keeper::{Program, watched};
 use crate::place::{free_port, stack_folder, tail};
-use crate::programs::program;
+use crate::programs::{program, program_with_crash_points};
 use crate::wait::wait_until;
 
 const KILLED_WITHIN: Duration = Duration::from_secs(10);
+/// The crash point at which a program dies; see `outbox_core::crash`.
+const CRASH_AT: &str = "CRASH_AT";
 const LOOK_AGAIN_AFTER: Duration = Duration::from_millis(100);
 
 /// One running program of the workspace, such as `order-service`.
@@ -38,7 +40,10 @@ impl Service {
     /// Starts a program with the environment's settings and these; it listens on free ports, unless
     /// `HTTP_ADDR` and `ADMIN_ADDR` are among them.
     pub async fn start(name: &str, settings: &[(&str, &str)]) -> anyhow::Result<Self> {
-        let program = program(name).await?;
+        let program = match settings.iter().any(|(variable, _)| *variable == CRASH_AT) {
+            true => program_with_crash_points(name).await?,
+            false => program(name).await?,
+        };
         let mut settings: Vec<(String, String)> =
             settings.iter().map(|(variable, value)| (variable.to_string(), value.to_string())).collect();
         let http = address(&mut settings, "HTTP_ADDR");
@@ -57,6 +62,12 @@ impl Service {
     /// The program's name.
     pub fn name(&self) -> &str {
         &self.name
+    }
+
+    /// Starts it again after it died at its crash point, where it does not die again.
+    pub async fn start_again_for_good(&mut self) -> anyhow::Result<()> {
+        self.settings.retain(|(variable, _)| variable != CRASH_AT);
+        self.start_again().await
     }
 
     /// The URL of a path of its public listener.

@@ -76,6 +76,9 @@ CREATE INDEX outbox_deliveries_unpublished ON outbox_deliveries (created_at) WHE
 CREATE INDEX outbox_deliveries_unpublished_aggregates
     ON outbox_deliveries (aggregate_type, aggregate_id, aggregate_sequence) WHERE published_at IS NULL;
 
+-- Published longest ago: where retention looks. Written once for each event, at its right end.
+CREATE INDEX outbox_deliveries_published ON outbox_deliveries (published_at) WHERE published_at IS NOT NULL;
+
 -- Whose outbox this is, for programs that are not the service: relay and operator tools.
 CREATE TABLE outbox_source (
     only_row       boolean PRIMARY KEY DEFAULT true,

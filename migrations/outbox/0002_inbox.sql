@@ -9,6 +9,9 @@ CREATE TABLE processed_events (
     PRIMARY KEY (consumer, event_id)
 );
 
+-- Processed longest ago: where retention looks.
+CREATE INDEX processed_events_oldest ON processed_events (processed_at);
+
 -- The last event of each aggregate that took effect. Never cleaned: processed ids may be removed
 -- by age, and a delivery that comes later still is recognised by its number.
 CREATE TABLE inbox_sequences (

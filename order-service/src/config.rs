@@ -1,10 +1,11 @@
 //! The settings of order-service.
 
 use std::net::SocketAddr;
+use std::time::Duration;
 
 use clap::{Parser, Subcommand};
 use outbox_core::config::{
-    BrokerConfig, ConsumerConfig, DatabaseConfig, ProcessConfig, RelayConfig, RelayMode, StreamConfig, Switch,
+    BrokerConfig, ConsumerConfig, DatabaseConfig, ProcessConfig, RelayConfig, RelayMode, StreamConfig, Switch, duration,
 };
 
 /// Takes orders and tells of them. Every setting is a flag and an environment variable.
@@ -26,6 +27,9 @@ pub struct Config {
     /// Where the relay runs.
     #[arg(long, env, default_value = "embedded")]
     pub relay: RelayMode,
+    /// How long an Idempotency-Key is remembered.
+    #[arg(long, env, default_value = "1d", value_parser = duration)]
+    pub idempotency_retention: Duration,
     #[command(flatten)]
     pub(crate) process: ProcessConfig,
     #[command(flatten)]
@@ -57,7 +61,8 @@ impl Config {
     pub fn check(&self) -> Result<(), String> {
         self.relaying.check()?;
         self.stream.check()?;
-        self.consumer.check()
+        self.consumer.check()?;
+        self.consumer.retention.check(&self.stream)
     }
 }
 

@@ -1,6 +1,6 @@
 //! The HTTP side: orders are placed, read, listed and cancelled.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 
 use axum::extract::rejection::{PathRejection, QueryRejection};
 use axum::extract::{Extension, FromRef, Path, Query, Request, State};
@@ -10,14 +10,15 @@ use axum::routing::{get, post};
 use axum::{Json, Router};
 use iso_currency::Currency;
 use outbox_core::http::{Problem, is_visible_ascii, json_body, run_to_end, single, with_context};
-use outbox_core::{Context, Nudge, append};
+use outbox_core::{Context, Nudge, append, crash_point};
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use serde_json::value::RawValue;
 use sqlx::PgPool;
 use tokio_util::task::TaskTracker;
 use uuid::Uuid;
 
-use crate::order::{self, Cursor, Filter, Key, Money, NewOrder, Order};
+use crate::order::{self, Cursor, Filter, Key, Money, NewOrder, Order, Status};
 
 const IDEMPOTENCY_KEY: HeaderName = HeaderName::from_static("idempotency-key");
 const IDEMPOTENCY_REPLAYED: HeaderName = HeaderName::from_static("idempotency-replayed");
@@ -91,8 +92,11 @@ async fn write_order(
         }
     }
     let order = order::insert(&mut tx, id, request).await?;
+    crash_point!("order.after_insert");
     append(&mut tx, order.aggregate(), &order.created(), context).await?;
+    crash_point!("order.after_append");
     tx.commit().await?;
+    crash_point!("order.after_commit");
     Ok((order, false))
 }
 
@@ -115,8 +119,8 @@ fn no_such_order() -> Problem {
 
 #[derive(Debug, Deserialize)]
 struct ListQuery {
-    #[serde(flatten)]
-    filter: Filter,
+    customer_id: Option<Uuid>,
+    status: Option<Status>,
     limit: Option<i64>,
     after: Option<Uuid>,
 }
@@ -143,7 +147,8 @@ async fn list(
         }
     };
     // One more than asked for tells whether there is a next page.
-    let mut items = order::list(&db, &query.filter, from, limit + 1).await?;
+    let filter = Filter { customer_id: query.customer_id, status: query.status };
+    let mut items = order::list(&db, &filter, from, limit + 1).await?;
     let has_more = items.len() as i64 > limit;
     items.truncate(limit as usize);
     let next = items.last().filter(|_| has_more).map(Order::id);
@@ -188,33 +193,47 @@ fn idempotency_key(request: &Request) -> Result<Option<String>, Problem> {
 }
 
 /// Reads an order from well-formed JSON, and names everything that is wrong with it at once.
-fn new_order(body: &Value) -> Result<NewOrder, Problem> {
+fn new_order(body: &RawValue) -> Result<NewOrder, Problem> {
+    let body = fields(Some(body));
+    let total = fields(body.get("total").copied());
     let mut errors = BTreeMap::new();
-    let customer_id = uuid(&body["customer_id"]).map_err(|error| errors.insert("customer_id", error));
-    let amount = amount(&body["total"]["amount"]).map_err(|error| errors.insert("total.amount", error));
-    let currency = currency(&body["total"]["currency"]).map_err(|error| errors.insert("total.currency", error));
+    let customer_id = uuid(body.get("customer_id")).map_err(|error| errors.insert("customer_id", error));
+    let amount = amount(total.get("amount")).map_err(|error| errors.insert("total.amount", error));
+    let currency = currency(total.get("currency")).map_err(|error| errors.insert("total.currency", error));
     match (customer_id, amount, currency) {
         (Ok(customer_id), Ok(amount), Ok(currency)) => Ok(NewOrder { customer_id, total: Money { amount, currency } }),
         _ => Err(Problem::invalid(errors)),
     }
 }
 
-fn uuid(value: &Value) -> Result<Uuid, String> {
-    let text = value.as_str().filter(|text| text.len() == 36);
-    text.and_then(|text| text.parse().ok()).ok_or_else(|| missing_or(value, "must be a UUID"))
+/// A field as it was written, if it was.
+type Field<'a, 'b> = Option<&'b &'a RawValue>;
+
+/// The fields of an object; what is none has none.
+fn fields(value: Option<&RawValue>) -> HashMap<String, &RawValue> {
+    value.and_then(|value| serde_json::from_str(value.get()).ok()).unwrap_or_default()
 }
 
-fn amount(value: &Value) -> Result<i64, String> {
+fn read<T: DeserializeOwned>(field: Field<'_, '_>) -> Option<T> {
+    serde_json::from_str(field?.get()).ok()
+}
+
+fn uuid(field: Field<'_, '_>) -> Result<Uuid, String> {
+    let text = read::<String>(field).filter(|text| text.len() == 36);
+    text.and_then(|text| text.parse().ok()).ok_or_else(|| missing_or(field, "must be a UUID"))
+}
+
+fn amount(field: Field<'_, '_>) -> Result<i64, String> {
     let in_range = |amount: &i64| (1..=MAX_AMOUNT).contains(amount);
-    let problem = || missing_or(value, &format!("must be an integer from 1 to {MAX_AMOUNT}"));
-    value.as_i64().filter(in_range).ok_or_else(problem)
+    let problem = || missing_or(field, &format!("must be an integer from 1 to {MAX_AMOUNT}"));
+    read(field).filter(in_range).ok_or_else(problem)
 }
 
-fn currency(value: &Value) -> Result<String, String> {
-    let code = value.as_str().filter(|code| Currency::from_code(code).is_some());
-    code.map(str::to_owned).ok_or_else(|| missing_or(value, "must be an ISO 4217 currency code"))
+fn currency(field: Field<'_, '_>) -> Result<String, String> {
+    let code = read(field).filter(|code: &String| Currency::from_code(code).is_some());
+    code.ok_or_else(|| missing_or(field, "must be an ISO 4217 currency code"))
 }
 
-fn missing_or(value: &Value, problem: &str) -> String {
-    if value.is_null() { "is missing".to_owned() } else { problem.to_owned() }
+fn missing_or(field: Field<'_, '_>, problem: &str) -> String {
+    if field.is_none_or(|field| field.get() == "null") { "is missing".to_owned() } else { problem.to_owned() }
 }

@@ -2,11 +2,9 @@
 
 use std::process::ExitCode;
 
-use clap::Parser;
-
 #[tokio::main]
 async fn main() -> ExitCode {
-    match order_service::run(order_service::config::Config::parse()).await {
+    match order_service::run(outbox_core::config::read()).await {
         Ok(code) => code,
         Err(line) => {
             eprintln!("order-service: {line}");

@@ -220,7 +220,7 @@ pub(crate) async fn save(tx: &mut PgConnection, orders: &mut [Order]) -> Result<
 }
 
 /// Which orders to list.
-#[derive(Debug, Clone, Default, Deserialize)]
+#[derive(Debug, Clone, Default)]
 #[allow(missing_docs)]
 pub struct Filter {
     pub customer_id: Option<Uuid>,
@@ -347,6 +347,17 @@ pub(crate) async fn take_key(
         }
     }
 }
+
+/// For [`outbox_core::Retention`]: a key that is forgotten makes a new order.
+pub(crate) const DELETE_KEYS: &str = "
+DELETE FROM idempotency_keys USING (
+    SELECT key FROM idempotency_keys
+    WHERE created_at < now() - $1::interval
+    ORDER BY created_at
+    LIMIT $2
+    FOR UPDATE SKIP LOCKED
+) old
+WHERE idempotency_keys.key = old.key";
 
 #[cfg(test)]
 mod tests {

@@ -1,9 +1,11 @@
 //! The settings that every service has: each a flag and an environment variable of the same name.
 
 use std::net::SocketAddr;
+use std::str::FromStr;
 use std::time::Duration;
 
-use clap::{Args, ValueEnum};
+use async_nats::ServerAddr;
+use clap::{Args, Parser, ValueEnum};
 
 use crate::backoff::Backoff;
 
@@ -26,6 +28,17 @@ pub struct BrokerConfig {
     /// NATS with JetStream, such as nats://user:password@host:4222; several servers by commas.
     #[arg(long, env, hide_env_values = true, default_value = "nats://127.0.0.1:4222")]
     pub nats_url: String,
+}
+
+impl BrokerConfig {
+    /// The servers that the URL names.
+    ///
+    /// # Errors
+    /// One line that names the setting.
+    pub fn servers(&self) -> Result<Vec<ServerAddr>, String> {
+        let servers = self.nats_url.split(',').map(ServerAddr::from_str).collect::<Result<_, _>>();
+        servers.map_err(|error| format!("NATS_URL: {error}"))
+    }
 }
 
 /// On or off.
@@ -74,6 +87,33 @@ pub struct RelayConfig {
     /// Attempts after which an event that the broker refuses for an unrecognised reason is failed.
     #[arg(long, env, default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..))]
     pub relay_max_attempts: u32,
+}
+
+/// How long what is done is kept.
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Retention")]
+pub struct RetentionConfig {
+    /// How long a published event stays in the outbox, to be looked at and replayed.
+    #[arg(long, env, default_value = "7d", value_parser = duration)]
+    pub relay_retention: Duration,
+    /// How long the inbox remembers the ids of processed events.
+    #[arg(long, env, default_value = "15d", value_parser = duration)]
+    pub inbox_retention: Duration,
+}
+
+impl RetentionConfig {
+    /// Finds an inbox that forgets what the stream or a replay could still deliver.
+    ///
+    /// # Errors
+    /// One line that names the setting, its value and its bound.
+    pub fn check(&self, stream: &StreamConfig) -> Result<(), String> {
+        at_least(
+            "INBOX_RETENTION",
+            self.inbox_retention,
+            "STREAM_MAX_AGE plus RELAY_RETENTION",
+            stream.stream_max_age + self.relay_retention,
+        )
+    }
 }
 
 impl RelayConfig {
@@ -146,6 +186,9 @@ pub struct ConsumerConfig {
     /// begin at a later event than its first, once that has waited for the gap deadline.
     #[arg(long, env, default_value = "off")]
     pub consumer_joins_late: Switch,
+    /// How long its inbox remembers.
+    #[command(flatten)]
+    pub retention: RetentionConfig,
 }
 
 impl ConsumerConfig {
@@ -220,12 +263,34 @@ fn batch(text: &str) -> Result<usize, String> {
     if (1..=10_000).contains(&batch) { Ok(batch) } else { Err("must be from 1 to 10000".to_owned()) }
 }
 
-fn at_least(name: &str, value: Duration, other: &str, bound: Duration) -> Result<(), String> {
+/// Reads a program's settings from its flags and environment. Where that does not work it ends the
+/// process: after `--help` and `--version` with 0, and otherwise with 2 and one line that names the
+/// setting.
+pub fn read<C: Parser>() -> C {
+    C::try_parse().unwrap_or_else(|error| {
+        if !error.use_stderr() {
+            error.exit();
+        }
+        eprintln!("{}: {}", C::command().get_name(), one_line(&error.to_string()));
+        std::process::exit(2)
+    })
+}
+
+/// The first paragraph says what is wrong, and in the rest of its lines of what; then come tips.
+fn one_line(complaint: &str) -> String {
+    let lines: Vec<&str> = complaint.lines().take_while(|line| !line.is_empty()).map(str::trim).collect();
+    lines.join(" ").trim_start_matches("error: ").to_owned()
+}
+
+pub(crate) fn at_least(name: &str, value: Duration, other: &str, bound: Duration) -> Result<(), String> {
     if value >= bound {
         return Ok(());
     }
-    let (value, bound) = (humantime::format_duration(value), humantime::format_duration(bound));
-    Err(format!("{name} is {value}, which is shorter than {other} ({bound})"))
+    let text = |duration| match duration {
+        Duration::MAX => "for ever".to_owned(),
+        duration => humantime::format_duration(duration).to_string(),
+    };
+    Err(format!("{name} is {}, which is shorter than {other} ({})", text(value), text(bound)))
 }
 
 #[cfg(test)]

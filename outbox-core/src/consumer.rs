@@ -8,6 +8,7 @@
 use std::collections::{HashMap, HashSet};
 use std::error::Error;
 use std::panic::AssertUnwindSafe;
+use std::pin::pin;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -17,11 +18,14 @@ use sqlx::{PgConnection, PgPool};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
+use crate::backoff::Backoff;
 use crate::config::{ConsumerConfig, Switch};
+use crate::crash_point;
 use crate::database::is_away;
 use crate::event::{self, Envelope, Message, WireError};
 use crate::inbox::{self, DeadLetter, ParkReason, Parked};
-use crate::jetstream::{Broker, Subscription, describe, received};
+use crate::jetstream::{Broker, BrokerError, Subscription, describe, received};
+use crate::process::Health;
 use crate::relay::Nudge;
 use crate::telemetry::{self, names};
 
@@ -122,6 +126,9 @@ const PREPARE_WIDTH: usize = 32;
 
 /// How often the parked events are looked at where nothing wakes them.
 const PARKED_POLL: Duration = Duration::from_secs(1);
+
+/// How the consumer waits for a stream that is not there, or a pull that broke.
+const STREAM_RETRY: Backoff = Backoff { base: Duration::from_millis(100), max: MAX_PAUSE };
 
 /// However long the database or the broker is away, its return is noticed within this time.
 const MAX_PAUSE: Duration = Duration::from_secs(5);
@@ -354,6 +361,9 @@ impl<H: Handler> Consumer<H> {
         let preparing: Vec<_> = round.iter().enumerate().filter_map(|(n, item)| self.prepare_one(n, item)).collect();
         let results: Vec<_> = futures::stream::iter(preparing).buffer_unordered(PREPARE_WIDTH).collect().await;
 
+        if !results.is_empty() {
+            crash_point!("consumer.after_prepare");
+        }
         let answered = |result: &Result<H::Prepared, HandleError>| !matches!(result, Err(HandleError::Retry(_)));
         let ids = |want: bool| -> Vec<Uuid> {
             let wanted = results.iter().filter(|(_, result)| answered(result) == want);
@@ -430,12 +440,14 @@ impl<H: Handler> Consumer<H> {
         let to_be_applied: Vec<Uuid> =
             items.iter().filter(|item| item.is_to_be_applied()).map(|item| item.envelope.id).collect();
         let new = inbox::record(&mut tx, self.name(), &to_be_applied).await?;
+        crash_point!("consumer.after_record");
         for item in items.iter_mut().filter(|item| item.is_to_be_applied()) {
             if !new.contains(&item.envelope.id) {
                 item.step = Step::Settled(Delivery::Duplicate);
             }
         }
         self.apply_effects(&mut tx, items).await?;
+        crash_point!("consumer.after_effect");
         let applied: Vec<&Envelope> =
             items.iter().filter(|item| item.is_to_be_applied()).map(|item| &item.envelope).collect();
         let mut woken = inbox::advance(&mut tx, self.name(), &applied).await?;
@@ -474,6 +486,7 @@ impl<H: Handler> Consumer<H> {
         inbox::bury(&mut tx, self.name(), &dead).await?;
         inbox::unpark(&mut tx, self.name(), &done).await?;
         tx.commit().await?;
+        crash_point!("consumer.after_commit");
 
         dead.iter().for_each(log_dead_letter);
         if let Some(nudge) = &self.nudge {
@@ -552,8 +565,9 @@ impl<H: Handler> Consumer<H> {
 
     /// Consumes from `broker` until `shutdown`, then finishes the batch in hand. Whatever goes wrong
     /// is logged and tried again.
-    pub async fn run(self, broker: Broker, shutdown: CancellationToken) {
-        tokio::join!(self.run_stream(&broker, &shutdown), self.run_parked(&shutdown));
+    /// What of the broker's would break the promise turns readiness red and is waited for.
+    pub async fn run(self, broker: Broker, health: Health, shutdown: CancellationToken) {
+        tokio::join!(self.run_stream(&broker, &health, &shutdown), self.run_parked(&shutdown));
         broker.flush().await;
     }
 
@@ -568,30 +582,55 @@ impl<H: Handler> Consumer<H> {
         }
     }
 
-    async fn run_stream(&self, broker: &Broker, shutdown: &CancellationToken) {
+    async fn run_stream(&self, broker: &Broker, health: &Health, shutdown: &CancellationToken) {
         let mut failures = 0;
-        while !shutdown.is_cancelled() {
-            match broker.pull(&self.subscription, &self.config).await {
+        let mut last_said = String::new();
+        loop {
+            let connection = broker.connections();
+            let pulling = broker.pull(&self.subscription, &self.config);
+            let Some(pulled) = shutdown.run_until_cancelled(pulling).await else { return };
+            match pulled {
                 Ok(messages) => {
                     failures = 0;
-                    self.consume(messages, shutdown).await;
+                    last_said.clear();
+                    health.recover("consumer");
+                    self.consume(messages, broker.connected_after(connection), shutdown).await;
                 }
                 Err(error) => {
                     failures += 1;
-                    if failures == 1 {
-                        tracing::warn!(error = describe(&error), "the consumer waits for its stream");
+                    let reason = error.to_string();
+                    if matches!(error, BrokerError::Unfit(_)) {
+                        health.fail("consumer", reason.clone());
+                    }
+                    if last_said != reason {
+                        tracing::warn!(reason, "the consumer waits for its stream");
+                        last_said = reason;
                     }
                 }
             }
-            let wait = self.config.backoff().delay(failures.max(1)).min(MAX_PAUSE);
+            let wait = STREAM_RETRY.delay(failures);
             shutdown.run_until_cancelled(tokio::time::sleep(wait)).await;
         }
     }
 
-    /// Consumes until `shutdown`, or until the pull breaks and must be made anew.
-    async fn consume(&self, messages: pull::Stream, shutdown: &CancellationToken) {
+    /// Consumes until `shutdown`, or until the pull must be made anew: it broke, or there is a new
+    /// connection.
+    async fn consume(
+        &self,
+        messages: pull::Stream,
+        reconnected: impl Future<Output = ()>,
+        shutdown: &CancellationToken,
+    ) {
         let mut batches = messages.ready_chunks(self.config.consumer_batch);
-        while let Some(Some(batch)) = shutdown.run_until_cancelled(batches.next()).await {
+        let mut reconnected = pin!(reconnected);
+        loop {
+            let batch = tokio::select! {
+                biased;
+                () = shutdown.cancelled() => break,
+                () = &mut reconnected => break,
+                batch = batches.next() => batch,
+            };
+            let Some(batch) = batch else { return };
             let size = batch.len();
             let messages: Vec<_> = batch.into_iter().map_while(Result::ok).collect();
             let is_broken = messages.len() < size;
@@ -614,6 +653,7 @@ impl<H: Handler> Consumer<H> {
     /// Steps 1 to 5, again and again while the database is away. The broker is kept from delivering
     /// the messages elsewhere in the meantime.
     async fn deliver_and_acknowledge(&self, messages: &[jetstream::Message], shutdown: &CancellationToken) {
+        crash_point!("consumer.after_fetch");
         let batch: Vec<Message> = messages.iter().map(received).collect();
         let delivering = async {
             let mut failures = 0;
@@ -640,6 +680,7 @@ impl<H: Handler> Consumer<H> {
             () = extending => AckKind::Progress,
         };
         acknowledge(messages, verdict).await;
+        crash_point!("consumer.after_acknowledge");
     }
 }
 

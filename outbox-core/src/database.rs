@@ -23,6 +23,9 @@ fn outbox_migrations() -> Migrator {
 /// # Errors
 /// One line that names the setting where the URL cannot be read.
 pub fn pool(config: &DatabaseConfig, service: &str) -> Result<PgPool, String> {
+    if !["postgres://", "postgresql://"].iter().any(|scheme| config.database_url.starts_with(scheme)) {
+        return Err("DATABASE_URL: must begin with postgres://".to_owned());
+    }
     let options = PgConnectOptions::from_str(&config.database_url).map_err(|error| format!("DATABASE_URL: {error}"))?;
     let options = options.application_name(service).options([
         // No wait without an end, whatever happens to the other side.

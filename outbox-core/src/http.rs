@@ -10,7 +10,8 @@ use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
 use axum::middleware::{Next, from_fn};
 use axum::response::{IntoResponse, Response};
 use axum::{Json, Router};
-use serde_json::{Value, json};
+use serde_json::json;
+use serde_json::value::RawValue;
 use tokio_util::task::TaskTracker;
 use uuid::Uuid;
 
@@ -83,7 +84,10 @@ impl From<crate::AppendError> for Problem {
 
 impl From<QueryRejection> for Problem {
     fn from(rejection: QueryRejection) -> Self {
-        Self::bad_request(rejection.body_text())
+        // What comes first is how the query was read; what is wrong with it follows.
+        let text = rejection.body_text();
+        let (_, reason) = text.split_once(": ").unwrap_or_default();
+        Self::bad_request(format!("the query is not valid: {reason}"))
     }
 }
 
@@ -186,12 +190,13 @@ fn is_traceparent(value: &str) -> bool {
         if is_hex(trace, 32) && !is_zero(trace) && is_hex(span, 16) && !is_zero(span) && is_hex(flags, 2))
 }
 
-/// Reads a JSON body, whatever its shape.
+/// Reads a JSON body, whatever its shape and its values, which are still as they were written: a
+/// number beyond all bounds is JSON too.
 ///
 /// # Errors
 /// 415 for another content type, 413 for more than [`BODY_LIMIT`] bytes, 400 for what is not JSON,
 /// 408 for a client that does not finish.
-pub async fn json_body(request: Request) -> Result<Value, Problem> {
+pub async fn json_body(request: Request) -> Result<Box<RawValue>, Problem> {
     let content_type = single(request.headers(), &header::CONTENT_TYPE)?.unwrap_or_default();
     let essence = content_type.split(';').next().unwrap_or_default().trim();
     if !essence.eq_ignore_ascii_case("application/json") {

@@ -9,12 +9,14 @@ use async_nats::connection::State;
 use async_nats::jetstream::context::{
     Context as JetStream, ContextBuilder, CreateStreamErrorKind, GetStreamErrorKind, PublishError, PublishErrorKind,
 };
+use async_nats::jetstream::stream::ConsumerErrorKind;
 use async_nats::jetstream::{self, ErrorCode, consumer, stream};
-use async_nats::{Client, ConnectOptions, HeaderMap, HeaderName, HeaderValue, ServerAddr};
+use async_nats::{Client, ConnectOptions, HeaderMap, HeaderName, HeaderValue};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
-use crate::config::{BrokerConfig, ConsumerConfig, StreamConfig};
+use crate::config::{BrokerConfig, ConsumerConfig, StreamConfig, at_least};
+use crate::crash_point;
 use crate::event::{Message, StreamPosition};
 use crate::process::Health;
 
@@ -51,6 +53,9 @@ pub enum BrokerError {
     /// The stream is not there.
     #[error("stream {0} does not exist")]
     NoStream(String),
+    /// What is there would break the promise, until an operator mends it.
+    #[error("{0}")]
+    Unfit(String),
     /// Anything that may pass.
     #[error("the broker did not do as asked: {0}")]
     Request(String),
@@ -60,7 +65,7 @@ pub enum BrokerError {
 #[derive(Debug, Clone)]
 pub struct Broker {
     client: Client,
-    connected: watch::Receiver<u64>,
+    connections: watch::Receiver<u64>,
 }
 
 impl Broker {
@@ -70,20 +75,19 @@ impl Broker {
     /// # Errors
     /// [`BrokerError::Setting`] where an address cannot be understood.
     pub async fn connect(config: &BrokerConfig, service: &str) -> Result<Self, BrokerError> {
-        let addresses = config.nats_url.split(',').map(ServerAddr::from_str).collect::<Result<Vec<_>, _>>();
-        let addresses = addresses.map_err(|error| BrokerError::Setting(format!("NATS_URL: {error}")))?;
-        let (connections, connected) = watch::channel(0);
+        let servers = config.servers().map_err(BrokerError::Setting)?;
+        let (connected, connections) = watch::channel(0);
         let client = ConnectOptions::new()
             .name(service)
             // An inbox of its own, so that the broker can refuse it everybody else's.
             .custom_inbox_prefix(format!("_INBOX_{service}"))
             .request_timeout(Some(REQUEST_TIMEOUT))
             .retry_on_initial_connect()
-            .event_callback(log_event(connections))
-            .connect(addresses)
+            .event_callback(log_event(connected))
+            .connect(servers)
             .await
             .map_err(|error| BrokerError::Setting(format!("NATS_URL: {error}")))?;
-        Ok(Self { client, connected })
+        Ok(Self { client, connections })
     }
 
     /// Is there a connection now?
@@ -91,21 +95,33 @@ impl Broker {
         self.client.connection_state() == State::Connected
     }
 
-    /// Waits until what was sent, acknowledgements above all, has left this process.
+    /// Waits until what was sent, acknowledgements above all, has left this process. Without a
+    /// connection it never will, and is sent again by whoever misses it.
     pub async fn flush(&self) {
+        if !self.is_connected() {
+            return;
+        }
         let _ = tokio::time::timeout(Duration::from_secs(1), self.client.flush()).await;
     }
 
-    /// A number that rises with every connection made.
-    pub(crate) fn connections(&self) -> watch::Receiver<u64> {
-        self.connected.clone()
+    /// A number that rises with every connection made: what was checked on one is checked again.
+    pub(crate) fn connections(&self) -> u64 {
+        *self.connections.borrow()
+    }
+
+    /// Waits for a connection after that one.
+    pub(crate) async fn connected_after(&self, connection: u64) {
+        if self.connections.clone().wait_for(|count| *count > connection).await.is_err() {
+            std::future::pending().await
+        }
     }
 
     fn jetstream(&self, timeout: Duration) -> JetStream {
         ContextBuilder::new().timeout(timeout).build(self.client.clone())
     }
 
-    /// Makes the durable consumer, or brings its settings up to date, and starts to pull from it.
+    /// Makes the durable consumer, or brings its settings up to date, and starts to pull from it. An
+    /// inbox that would forget what the stream still delivers is refused.
     pub(crate) async fn pull(
         &self,
         subscription: &Subscription,
@@ -113,6 +129,9 @@ impl Broker {
     ) -> Result<consumer::pull::Stream, BrokerError> {
         let context = self.jetstream(REQUEST_TIMEOUT);
         let stream = get_stream(&context, &subscription.stream.name).await?;
+        let longest = age(&stream).saturating_add(config.retention.relay_retention);
+        let bound = format!("max_age of stream {} plus RELAY_RETENTION", subscription.stream.name);
+        at_least("INBOX_RETENTION", config.retention.inbox_retention, &bound, longest).map_err(BrokerError::Unfit)?;
         let durable = consumer::pull::Config {
             durable_name: Some(subscription.durable.clone()),
             filter_subject: subscription.stream.subjects(),
@@ -123,7 +142,14 @@ impl Broker {
             max_deliver: -1,
             ..Default::default()
         };
-        let consumer = stream.create_consumer(durable).await.map_err(request)?;
+        let consumer = stream.create_consumer(durable).await.map_err(|error| match error.kind() {
+            // Its other settings were brought up to date; this one the broker does not change.
+            ConsumerErrorKind::JetStream(refusal) => BrokerError::Unfit(format!(
+                "consumer {} of stream {}: {refusal}",
+                subscription.durable, subscription.stream.name
+            )),
+            _ => request(error),
+        })?;
         let messages =
             consumer.stream().max_messages_per_batch(config.consumer_batch).heartbeat(Duration::from_secs(5));
         messages.messages().await.map_err(request)
@@ -165,14 +191,14 @@ impl Stream {
         &self.broker
     }
 
-    /// Makes the stream if it is not there. One that is there is left as it is.
+    /// Makes the stream if it is not there. One that is there is left as it is, and must be fit.
     ///
     /// # Errors
-    /// [`BrokerError::Request`]; trying again may help.
+    /// [`BrokerError::Unfit`] where it would lose events, or [`BrokerError::Request`].
     pub async fn ensure(&self) -> Result<(), BrokerError> {
         let context = self.broker.jetstream(REQUEST_TIMEOUT);
         match get_stream(&context, &self.name.name).await {
-            Ok(_) => return Ok(()),
+            Ok(stream) => return self.check(&stream),
             Err(BrokerError::NoStream(_)) => {}
             Err(error) => return Err(error),
         }
@@ -194,21 +220,38 @@ impl Stream {
                 tracing::info!(stream = self.name.name, "made the stream");
                 Ok(())
             }
-            // Another replica was faster, with other settings: whether those will do is for the check.
+            // Another replica was faster, with other settings; whether those will do is checked.
             Err(error)
                 if matches!(error.kind(), CreateStreamErrorKind::JetStream(error)
                     if error.error_code() == ErrorCode::STREAM_NAME_EXIST) =>
             {
-                Ok(())
+                self.check(&get_stream(&context, &self.name.name).await?)
             }
             Err(error) => Err(request(error)),
         }
     }
 
-    /// Makes the stream as soon as the broker answers, and again whenever a connection finds it gone.
-    /// Readiness is red until it is there.
+    fn check(&self, stream: &stream::Stream) -> Result<(), BrokerError> {
+        let (name, config) = (&self.name.name, &stream.cached_info().config);
+        let unfit = |line: String| Err(BrokerError::Unfit(line));
+        if config.discard != stream::DiscardPolicy::New {
+            return unfit(format!("stream {name}: discard is old, must be new: it would drop events that wait in it"));
+        }
+        if !config.subjects.contains(&self.name.subjects()) {
+            return unfit(format!(
+                "stream {name}: subjects are {:?}, must contain {}",
+                config.subjects,
+                self.name.subjects()
+            ));
+        }
+        let setting = format!("stream {name}: max_age");
+        at_least(&setting, age(stream), "STREAM_MAX_AGE", self.config.stream_max_age).map_err(BrokerError::Unfit)
+    }
+
+    /// Makes the stream as soon as the broker answers, and looks at it again with every connection.
+    /// Readiness is red until it is there and fit.
     pub async fn keep(self, health: Health, shutdown: CancellationToken) {
-        let mut connections = self.broker.connections();
+        let mut connections = self.broker.connections.clone();
         let keeping = async {
             loop {
                 connections.mark_unchanged();
@@ -239,7 +282,9 @@ impl Stream {
             );
         }
         let sent = self.context.publish_with_headers(message.subject, headers, message.payload).await;
-        let ack = sent.map_err(|error| classify(&error))?.await.map_err(|error| classify(&error))?;
+        let ack = sent.map_err(|error| classify(&error))?;
+        crash_point!("relay.after_publish");
+        let ack = ack.await.map_err(|error| classify(&error))?;
         if ack.stream != self.name.name {
             return Err(PublishFailure::new(
                 FailureKind::Unrecognised,
@@ -248,6 +293,12 @@ impl Stream {
         }
         Ok(Ack { duplicate: ack.duplicate })
     }
+}
+
+/// How long the stream keeps a message; the broker writes "for ever" as nothing.
+fn age(stream: &stream::Stream) -> Duration {
+    let max_age = stream.cached_info().config.max_age;
+    if max_age.is_zero() { Duration::MAX } else { max_age }
 }
 
 async fn get_stream(context: &JetStream, name: &str) -> Result<stream::Stream, BrokerError> {

@@ -9,6 +9,8 @@
 //! - [`Process`] watches the tasks that do this, and stops them.
 
 pub mod config;
+#[doc(hidden)]
+pub mod crash;
 pub mod http;
 pub mod telemetry;
 
@@ -21,6 +23,7 @@ mod jetstream;
 mod outbox;
 mod process;
 mod relay;
+mod retention;
 
 pub use backoff::Backoff;
 pub use consumer::{Consumer, ConsumerError, Delivery, HandleError, Handler, Incoming};
@@ -30,3 +33,4 @@ pub use jetstream::{Broker, BrokerError, Stream, StreamName, Subscription};
 pub use outbox::{AppendError, NewEvent, append, append_all, source, write_source};
 pub use process::{Health, Process, admin, bind, check_health, migrate_and_exit};
 pub use relay::{Nudge, Published, Relay, RelayError, forward_nudges, receive_nudges};
+pub use retention::Retention;

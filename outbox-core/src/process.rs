@@ -27,6 +27,9 @@ use crate::jetstream::{Broker, StreamName, describe};
 use crate::outbox::write_source;
 use crate::telemetry;
 
+/// What readiness waits for before anything else: that all of the process's tasks run.
+const START: &str = "start";
+
 /// How often a database that is away at start is tried.
 const DATABASE_RETRY: Duration = Duration::from_secs(1);
 
@@ -45,14 +48,16 @@ pub struct Process {
 impl Process {
     /// A process without tasks yet.
     pub fn new(config: &ProcessConfig) -> Self {
-        Self {
+        let process = Self {
             tasks: JoinSet::new(),
             names: HashMap::new(),
             shutdown: CancellationToken::new(),
             writes: TaskTracker::new(),
             health: Health::default(),
             grace: config.shutdown_grace,
-        }
+        };
+        process.health.fail(START, "still starting".to_owned());
+        process
     }
 
     /// Cancelled when the process is to stop.
@@ -123,6 +128,7 @@ impl Process {
     /// Runs until SIGTERM, SIGINT or the end of a task; then stops within the grace period, whatever
     /// a client holds open.
     pub async fn run(mut self) -> ExitCode {
+        self.health.recover(START);
         let code = tokio::select! {
             () = stop_signal() => {
                 tracing::info!("stopping");

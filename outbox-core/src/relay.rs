@@ -17,6 +17,7 @@ use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use crate::config::RelayConfig;
+use crate::crash_point;
 use crate::event::{Context, Envelope, Message, WireError};
 use crate::jetstream::{FailureKind, PublishFailure, Stream, describe, permanent};
 use crate::outbox::{self, Claim, ClaimedEvent, Failure, Floor};
@@ -113,28 +114,28 @@ impl Relay {
         let mut idle = self.config.relay_poll_min;
         let mut outages = 0;
         let mut errors = 0;
+        let mut checked = 0;
         while !shutdown.is_cancelled() {
-            let step = if self.stream.broker().is_connected() {
-                self.step(&shutdown).await
-            } else {
-                Ok(Published { outage: true, ..Published::default() })
-            };
-            let wait = match step {
+            let broker = self.stream.broker();
+            if !broker.is_connected() || broker.connections() != checked || outages > 0 {
+                match shutdown.run_until_cancelled(self.stream_is_fit(outages)).await {
+                    Some(connection) => checked = connection,
+                    None => break,
+                }
+            }
+            let wait = match self.step(&shutdown).await {
                 Ok(batch) if batch.outage => {
                     outages += 1;
-                    errors = 0;
                     if outages == 1 {
                         tracing::warn!("the broker takes no events; pausing until it does");
                     }
-                    shutdown.run_until_cancelled(self.broker_answers(outages)).await;
                     continue;
                 }
                 Ok(batch) => {
-                    if outages > 0 && batch.published > 0 {
+                    if outages > 0 {
                         tracing::info!("the broker takes events again");
-                        outages = 0;
                     }
-                    errors = 0;
+                    (outages, errors) = (0, 0);
                     if batch.seen == self.config.relay_batch {
                         idle = self.config.relay_poll_min;
                         continue;
@@ -165,6 +166,9 @@ impl Relay {
     async fn step(&self, shutdown: &CancellationToken) -> Result<Published, RelayError> {
         let lease = Lease::starting_now(self.config.relay_lease);
         let claim = self.claim().await?;
+        if !claim.events.is_empty() {
+            crash_point!("relay.after_claim");
+        }
         let outcomes = self.publish(&claim, &lease, shutdown).await;
         self.settle(&claim, &lease, outcomes).await
     }
@@ -307,7 +311,9 @@ impl Relay {
         let lease_id = claim.lease_id;
         let mut kept = 0;
         if !published.is_empty() {
+            crash_point!("relay.after_ack");
             batch.published = lease.retry(|| outbox::mark_published(&self.db, lease_id, &published)).await?;
+            crash_point!("relay.after_mark");
             kept += batch.published;
         }
         if !failures.is_empty() {
@@ -353,17 +359,21 @@ impl Relay {
         metrics::counter!(names::FAILED).increment(batch.failed as u64);
     }
 
-    /// Waits, ever longer, until the broker answers and has the stream.
-    async fn broker_answers(&self, outages: u32) {
+    /// Waits, ever longer, until the broker has the stream and it is fit. Returns the connection on
+    /// which that was seen.
+    async fn stream_is_fit(&self, outages: u32) -> u64 {
+        let broker = self.stream.broker();
         let mut failures = outages;
-        let mut connections = self.stream.broker().connections();
-        connections.mark_unchanged();
         loop {
-            let wait = self.config.backoff().delay(failures).min(MAX_PAUSE);
-            // A new connection is worth a look at once.
-            let _ = tokio::time::timeout(wait, connections.changed()).await;
-            if self.stream.broker().is_connected() && self.stream.ensure().await.is_ok() {
-                return;
+            let connection = broker.connections();
+            if failures > 0 {
+                let wait = self.config.backoff().delay(failures).min(MAX_PAUSE);
+                // A new connection is worth a look at once.
+                let _ = tokio::time::timeout(wait, broker.connected_after(connection)).await;
+            }
+            let connection = broker.connections();
+            if broker.is_connected() && self.stream.ensure().await.is_ok() {
+                return connection;
             }
             failures = failures.saturating_add(1);
         }

@@ -65,6 +65,7 @@ impl Config {
         self.relaying.check()?;
         self.stream.check()?;
         self.consumer.check()?;
+        self.consumer.retention.check(&self.stream)?;
         self.consumer.check_budget("GATEWAY_TIMEOUT", self.gateway_timeout)
     }
 }

@@ -12,7 +12,7 @@ use std::process::ExitCode;
 
 use outbox_core::config::{RelayMode, Switch};
 use outbox_core::{
-    Broker, Consumer, Nudge, Process, Relay, Stream, StreamName, Subscription, admin, bind, check_health,
+    Broker, Consumer, Nudge, Process, Relay, Retention, Stream, StreamName, Subscription, admin, bind, check_health,
     forward_nudges, migrate_and_exit,
 };
 use sqlx::migrate::Migrator;
@@ -82,10 +82,12 @@ async fn run_with(gateway: impl Gateway, config: Config) -> Result<ExitCode, Str
             nudge
         }
     };
+    let retention = Retention::new(db.clone(), &config.consumer.retention);
+    process.supervise("retention", retention.run(process.shutdown()));
     let orders = Subscription { stream: orders::stream(), durable: SERVICE.to_owned() };
     let handler = Orders::new(db.clone(), gateway);
     let consumer = Consumer::new(db.clone(), orders, handler, config.consumer).nudging(nudge);
-    process.supervise("consumer", consumer.run(broker, process.shutdown()));
+    process.supervise("consumer", consumer.run(broker, process.health(), process.shutdown()));
     process.serve("http", http_listener, http::router(db));
     Ok(process.run().await)
 }

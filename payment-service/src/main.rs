@@ -2,11 +2,9 @@
 
 use std::process::ExitCode;
 
-use clap::Parser;
-
 #[tokio::main]
 async fn main() -> ExitCode {
-    match payment_service::run(payment_service::config::Config::parse()).await {
+    match payment_service::run(outbox_core::config::read()).await {
         Ok(code) => code,
         Err(line) => {
             eprintln!("payment-service: {line}");

@@ -8,8 +8,8 @@ use std::time::Duration;
 use e2e_tests::{Nats, Postgres, eventually};
 use futures::future::join_all;
 use outbox_core::{
-    AggregateVersion, Consumer, Delivery, Envelope, HandleError, Handler, Incoming, MESSAGE_ID, Message, StreamName,
-    Subscription, WireError,
+    AggregateVersion, Consumer, Delivery, Envelope, HandleError, Handler, Health, Incoming, MESSAGE_ID, Message,
+    StreamName, Subscription, WireError,
 };
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -178,7 +178,7 @@ async fn a_second_delivery_has_no_second_effect() {
     let consumer = inbox.consumer(&[]);
     let id = Uuid::now_v7();
     let event = message(id, 1, "apply");
-    assert_eq!(consumer.deliver(&[event.clone()]).await.unwrap(), [Applied]);
+    assert_eq!(consumer.deliver(std::slice::from_ref(&event)).await.unwrap(), [Applied]);
     assert_eq!(consumer.deliver(&[event.clone(), event.clone()]).await.unwrap(), [Duplicate, Duplicate]);
     // By an operator's replay it comes under another message id.
     let replayed = with_header(event, MESSAGE_ID, Some("fresh"));
@@ -456,7 +456,11 @@ async fn consume_with_three_instances(shuffled_and_doubled: bool) {
     let mut instances = Vec::new();
     for _ in 0..3 {
         let broker = broker(nats, "test-service").await;
-        instances.push(tokio::spawn(inbox.consumer(&["--consumer-batch", "16"]).run(broker, stop.clone())));
+        instances.push(tokio::spawn(inbox.consumer(&["--consumer-batch", "16"]).run(
+            broker,
+            Health::default(),
+            stop.clone(),
+        )));
     }
     eventually(SOON * 2, "all took effect", async || {
         let count: i64 = sqlx::query_scalar("SELECT count(*) FROM effects").fetch_one(&inbox.db).await.unwrap();
@@ -497,7 +501,7 @@ async fn a_durable_consumer_that_is_deleted_is_made_again_and_nothing_takes_effe
     let id = Uuid::now_v7();
     let stop = CancellationToken::new();
     let broker = broker(Nats::shared().await.unwrap(), "test-service").await;
-    let running = tokio::spawn(inbox.consumer(&[]).run(broker, stop.clone()));
+    let running = tokio::spawn(inbox.consumer(&[]).run(broker, Health::default(), stop.clone()));
     let mut expected = Vec::new();
     for sequence in 1..=3 {
         outbox.append_payload(id, sequence, json!("apply")).await;
@@ -526,7 +530,7 @@ async fn long_work_extends_its_ack_deadline() {
     for _ in 0..2 {
         let broker = broker(Nats::shared().await.unwrap(), "test-service").await;
         let consumer = inbox.consumer(&["--consumer-ack-wait", "1s"]);
-        instances.push(tokio::spawn(consumer.run(broker, stop.clone())));
+        instances.push(tokio::spawn(consumer.run(broker, Health::default(), stop.clone())));
     }
     eventually(SOON, "it took effect", async || {
         let effects = inbox.effects(id).await;
@@ -550,7 +554,8 @@ async fn a_stopped_consumer_finishes_its_batch_and_hands_back_what_it_has_not_be
     let nats = Nats::shared().await.unwrap();
     let stop = CancellationToken::new();
     let flags = ["--consumer-batch", "4", "--consumer-ack-wait", "1h"];
-    let running = tokio::spawn(inbox.consumer(&flags).run(broker(nats, "test-service").await, stop.clone()));
+    let running =
+        tokio::spawn(inbox.consumer(&flags).run(broker(nats, "test-service").await, Health::default(), stop.clone()));
     let count =
         async || -> i64 { sqlx::query_scalar("SELECT count(*) FROM effects").fetch_one(&inbox.db).await.unwrap() };
     eventually(SOON, "it has begun", async || if count().await > 0 { Ok(()) } else { Err(()) }).await;
@@ -559,7 +564,8 @@ async fn a_stopped_consumer_finishes_its_batch_and_hands_back_what_it_has_not_be
 
     // With an ack wait of an hour, another instance gets only what was handed back.
     let stop = CancellationToken::new();
-    let running = tokio::spawn(inbox.consumer(&flags).run(broker(nats, "test-service").await, stop.clone()));
+    let running =
+        tokio::spawn(inbox.consumer(&flags).run(broker(nats, "test-service").await, Health::default(), stop.clone()));
     eventually(SOON, "the rest took effect", async || match count().await {
         300 => Ok(()),
         count => Err(count),

@@ -235,6 +235,32 @@ async fn an_amount_may_be_anything_from_one_to_the_largest_exact_integer() {
     }
 }
 
+#[tokio::test]
+async fn whatever_happens_to_a_body_on_its_way_the_service_does_not_fail() {
+    let orders = Lone::order_service().await;
+    let seed = fastrand::u64(..);
+    let mut random = fastrand::Rng::with_seed(seed);
+    for _ in 0..500 {
+        let mut body = order_of(Uuid::new_v4()).to_string().into_bytes();
+        for _ in 0..random.usize(1..4) {
+            let (place, byte) = (random.usize(..body.len()), random.u8(..));
+            match random.u8(..4) {
+                0 => body[place] = byte,
+                1 => body.insert(place, byte),
+                2 => drop(body.remove(place)),
+                _ => body.extend_from_within(place..),
+            }
+        }
+        let text = String::from_utf8_lossy(&body).into_owned();
+        let answer = send(orders.post("/orders").header("content-type", "application/json").body(body)).await;
+        match answer.status {
+            201 => {}
+            400 | 422 => drop(answer.problem(answer.status)),
+            _ => panic!("seed {seed}: {text:?} is answered {answer:?}"),
+        }
+    }
+}
+
 /// An order, with spaces up to `length` bytes.
 fn padded(customer: Uuid, length: usize) -> Vec<u8> {
     let mut body = order_of(customer).to_string().into_bytes();

@@ -80,8 +80,7 @@ async fn an_order_and_its_event_are_written_together() {
 async fn what_is_not_there_is_not_found() {
     let orders = Lone::order_service().await;
     let unknown = Uuid::new_v4();
-    for path in ["/", "/order", "/orders/", "/ORDERS", "/health/ready", "/metrics", "/orders/a/b/c"]
-    {
+    for path in ["/", "/order", "/orders/", "/ORDERS", "/health/ready", "/metrics", "/orders/a/b/c"] {
         send(orders.get(path)).await.problem(404);
     }
     let not_ids = ["", "1", "order", "null", "..", "%00", "%ff", "%zz", "%", "%2e%2e%2f", "%F0%9F%92%B6", "'--", "*"];

@@ -9,6 +9,9 @@ use uuid::Uuid;
 
 use crate::http::{Answer, SOON, order_of, send};
 
+/// The default of the setting of this name.
+const SHUTDOWN_GRACE: Duration = Duration::from_secs(10);
+
 /// Turned away, however the database is away, within this time.
 const TURNED_AWAY_WITHIN: Duration = Duration::from_secs(10);
 
@@ -73,6 +76,14 @@ async fn is_taken(pair: &Pair, customer: Uuid, key: &str) -> Value {
     order
 }
 
+/// Told to stop, each service does so within its grace period, whoever does not answer.
+async fn stop_in_good_order(pair: &Pair) {
+    for service in pair.orders.iter().chain(&pair.payments) {
+        let status = service.terminate(SHUTDOWN_GRACE).await.unwrap();
+        assert_eq!(status.code(), Some(0), "{}", service.last_words());
+    }
+}
+
 async fn becomes_paid(pair: &Pair, order: &Value) {
     pair.order_becomes(order["id"].as_str().unwrap().parse().unwrap(), "paid").await;
 }
@@ -100,6 +111,9 @@ async fn while_the_database_is_away_clients_are_asked_to_come_back_and_then_all_
     let order = is_taken(&pair, customer, key).await;
     becomes_paid(&pair, &order).await;
     becomes_ready(&pair).await;
+
+    pair.postgres().freeze().await.unwrap();
+    stop_in_good_order(&pair).await;
 }
 
 #[tokio::test]
@@ -122,4 +136,7 @@ async fn while_the_broker_is_away_orders_are_taken_and_when_it_is_back_they_are_
         pair.order_becomes(order.id, "paid").await;
     }
     becomes_ready(&pair).await;
+
+    pair.nats.freeze().await.unwrap();
+    stop_in_good_order(&pair).await;
 }

@@ -1,6 +1,7 @@
 //! The guarantees, each tested on real servers.
 
 mod consumer;
+mod crash;
 mod dev;
 mod fixture;
 mod gateway;
@@ -16,3 +17,4 @@ mod promise;
 mod readme;
 mod relay;
 mod servers;
+mod startup;

@@ -322,9 +322,9 @@ async fn migrations_may_be_left_to_another_role() {
         // Started too early, it waits for its tables.
         let service = Service::start(name, &settings).await.unwrap();
         let (http, ready) = (http_client(), service.admin_url("/health/ready"));
-        eventually(SOON, "it says that the database is not ready", async || {
+        eventually(SOON, "it says that it has not started, and why", async || {
             let ready = http.get(&ready).send().await.map_err(|error| error.to_string())?.text().await.unwrap();
-            if ready.contains("outbox_source") { Ok(()) } else { Err(ready) }
+            if ready.contains("outbox_source") && ready.contains("start") { Ok(()) } else { Err(ready) }
         })
         .await;
         for _ in 0..2 {

@@ -31,7 +31,7 @@ fn walk_through(readme: &str) -> Vec<(String, String)> {
         match line {
             "```console" => is_console = true,
             "```" => is_console = false,
-            line if !is_console => {}
+            _ if !is_console => {}
             line => match (line.strip_prefix("$ "), steps.last_mut()) {
                 (Some(command), _) => steps.push((command.to_owned(), String::new())),
                 (None, Some((_, output))) => *output += line,
@@ -75,17 +75,18 @@ async fn the_walk_through_of_the_readme_shows_what_happens() {
 }
 
 #[test]
-fn every_test_that_the_readme_names_exists() {
-    let readme = std::fs::read_to_string(workspace().join("README.md")).unwrap();
+fn every_test_that_the_pages_name_exists() {
+    let page = |name| std::fs::read_to_string(workspace().join(name)).unwrap();
+    let pages = page("README.md") + &page("ARCHITECTURE.md");
     let tests = workspace().join("e2e-tests/tests/e2e");
     let mut named = 0;
-    for name in readme.split('`').filter(|code| code.contains("::") && !code.contains(' ')) {
+    for name in pages.split('`').filter(|code| code.contains("::") && !code.contains(' ')) {
         let Some((module, test)) = name.split_once("::") else { continue };
         let Ok(source) = std::fs::read_to_string(tests.join(format!("{module}.rs"))) else { continue };
-        assert!(source.contains(&format!("fn {test}(")), "README names {name}");
+        assert!(source.contains(&format!("fn {test}(")) || source.contains(&format!("{test}: ")), "a page names {name}");
         named += 1;
     }
-    assert!(named > 10, "README maps ideas to tests");
+    assert!(named > 20, "README maps ideas to tests, and ARCHITECTURE crash points");
 }
 
 #[test]

@@ -39,7 +39,7 @@ enum Command {
 
 #[tokio::main]
 async fn main() -> ExitCode {
-    match run(Config::parse()).await {
+    match run(outbox_core::config::read()).await {
         Ok(code) => code,
         Err(line) => {
             eprintln!("outbox-relay: {line}");
@@ -51,6 +51,7 @@ async fn main() -> ExitCode {
 async fn run(config: Config) -> Result<ExitCode, String> {
     config.relaying.check()?;
     config.stream.check()?;
+    config.broker.servers()?;
     outbox_core::telemetry::start_log(&config.process)?;
     if let Some(Command::Health) = config.command {
         return Ok(check_health(config.admin_addr).await);

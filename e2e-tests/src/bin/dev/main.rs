@@ -1,6 +1,7 @@
 //! `cargo dev`: the whole pair on this machine, with nothing to set up.
 
 mod journey;
+mod orders;
 mod prepare;
 mod screen;
 mod up;

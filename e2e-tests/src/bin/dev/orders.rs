@@ -52,22 +52,21 @@ const PLANS: [Plan; 5] = [
     },
 ];
 
-/// Places one order after the other, shows their paths, and returns how many went astray.
-async fn place_orders(stack: &Stack) -> anyhow::Result<usize> {
-    let mut watch = Watch::open(&stack.postgres.url("orders"), &stack.postgres.url("payments"), &stack.nats).await?;
-    let api = Api::new(&stack.orders, &stack.payments);
-    let mut unsettled = 0;
+/// Places one order after the other, shows their paths, and returns how many did not reach the
+/// expected state.
+pub async fn place_all(api: &Api, watch: &mut Watch) -> usize {
+    let mut astray = 0;
     for plan in &PLANS {
         let began = Instant::now();
-        match place_order(plan, &api, &mut watch).await {
+        match place_order(plan, api, watch).await {
             Ok(()) => println!("{:>14}{GREEN}✓ {} after {} ms{PLAIN}", "", plan.end(), began.elapsed().as_millis()),
             Err(reason) => {
                 println!("{:>14}{RED}✗ {reason:#}{PLAIN}", "");
-                unsettled += 1;
+                astray += 1;
             }
         }
     }
-    Ok(unsettled)
+    astray
 }
 
 async fn place_order(plan: &Plan, api: &Api, watch: &mut Watch) -> anyhow::Result<()> {

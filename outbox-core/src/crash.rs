@@ -1,0 +1,41 @@
+//! Places where a test can make the process die, to see what its death leaves behind.
+//!
+//! They exist in builds with the feature `crash-points` only: elsewhere [`crash_point!`] is nothing.
+//! With `CRASH_AT=relay.after_ack` the process aborts when it comes there for the first time, with
+//! `CRASH_AT=relay.after_ack:5` for the fifth.
+
+/// Aborts the process here if `CRASH_AT` says so; nothing without the feature `crash-points`.
+#[macro_export]
+#[cfg(feature = "crash-points")]
+macro_rules! crash_point {
+    ($name:literal) => {
+        $crate::crash::reached($name)
+    };
+}
+
+/// Aborts the process here if `CRASH_AT` says so; nothing without the feature `crash-points`.
+#[macro_export]
+#[cfg(not(feature = "crash-points"))]
+macro_rules! crash_point {
+    ($name:literal) => {};
+}
+
+/// For [`crash_point!`].
+#[cfg(feature = "crash-points")]
+pub fn reached(name: &str) {
+    use std::sync::LazyLock;
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    static CRASH_AT: LazyLock<Option<(String, u32)>> = LazyLock::new(|| {
+        let at = std::env::var("CRASH_AT").ok()?;
+        let (name, time) = at.split_once(':').unwrap_or((&at, "1"));
+        Some((name.to_owned(), time.parse().unwrap_or(1)))
+    });
+    static TIMES: AtomicU32 = AtomicU32::new(0);
+    if let Some((point, time)) = &*CRASH_AT
+        && point == name
+        && TIMES.fetch_add(1, Ordering::SeqCst) + 1 == *time
+    {
+        std::process::abort();
+    }
+}
