@@ -7,6 +7,8 @@ use futures::StreamExt;
 use sqlx::PgPool;
 use uuid::Uuid;
 
+use crate::provider::Provider;
+
 /// What a check counted.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Counts {
@@ -83,6 +85,51 @@ impl Checker<'_> {
             check_inbox(producer, consumer, name, &mut findings).await?;
         }
         Ok(if findings.is_empty() { Ok(counts) } else { Err(findings) })
+    }
+
+    /// Checks that the gateway took money once for each order and returned it once for each refunded
+    /// one, as the payments say, and that whoever asked again asked for the same. Returns what breaks
+    /// the promise.
+    pub async fn check_gateway(&self, gateway: &Provider) -> anyhow::Result<Vec<String>> {
+        let mut order_of = HashMap::new();
+        let mut ways: BTreeMap<(Uuid, &str), BTreeSet<_>> = BTreeMap::new();
+        for call in gateway.calls() {
+            let order: Uuid = serde_json::from_value(call.json()["order_id"].take())?;
+            let what = if call.is_refund() { "refund" } else { "charge" };
+            order_of.insert(call.key.clone(), order);
+            ways.entry((order, what)).or_default().insert((call.key, call.body));
+        }
+        let mut findings: Vec<String> = ways
+            .iter()
+            .filter(|(_, ways)| ways.len() > 1)
+            .map(|((order, what), ways)| {
+                format!("gateway: a {what} for order {order} was asked in {} ways", ways.len())
+            })
+            .collect();
+
+        let done: BTreeSet<(Uuid, String, Option<String>)> = gateway
+            .effects()
+            .iter()
+            .map(|(key, answer)| {
+                let text = |field: &str| answer[field].as_str().unwrap_or_default().to_owned();
+                let status = text("status");
+                let charge = (status == "captured").then(|| text("id"));
+                (order_of[key], status, charge)
+            })
+            .collect();
+        let payments: Vec<(Uuid, String, Option<String>)> =
+            sqlx::query_as("SELECT order_id, status, charge_id FROM payments").fetch_all(self.payments_db).await?;
+        let mut known = BTreeSet::new();
+        for (order, status, charge) in payments {
+            let answer = if charge.is_some() { "captured" } else { "declined" };
+            known.insert((order, answer.to_owned(), charge));
+            if status == "refunded" {
+                known.insert((order, status, None));
+            }
+        }
+        findings.extend(done.difference(&known).map(|effect| format!("gateway: {effect:?} is not known here")));
+        findings.extend(known.difference(&done).map(|effect| format!("gateway: {effect:?} is not known there")));
+        Ok(findings)
     }
 
     /// Every version has its event, every event is published, and first publications are in order.

@@ -77,12 +77,7 @@ impl Proxy {
     }
 }
 
-async fn accept(
-    listener: TcpListener,
-    server: SocketAddr,
-    made: Arc<AtomicU64>,
-    weather: watch::Receiver<Weather>,
-) {
+async fn accept(listener: TcpListener, server: SocketAddr, made: Arc<AtomicU64>, weather: watch::Receiver<Weather>) {
     loop {
         let accepted = tokio::select! {
             accepted = listener.accept() => accepted,
@@ -136,7 +131,8 @@ async fn pass_on(
     let mut bytes = vec![0; 16 * 1024];
     loop {
         let length = from.read(&mut bytes).await?;
-        sleep(weather.borrow().delay).await;
+        let delay = weather.borrow().delay;
+        sleep(delay).await;
         let passes = |weather: &Weather| !weather.holds && number >= weather.lost_below;
         if weather.wait_for(passes).await.is_err() || length == 0 {
             return Ok(());

@@ -179,7 +179,7 @@ fn spawn(program: &Path, settings: &[(String, String)], log: &Path) -> anyhow::R
 }
 
 /// An empty file for a program's output, named after the test that runs on this thread.
-fn new_log(name: &str) -> anyhow::Result<PathBuf> {
+pub(crate) fn new_log(name: &str) -> anyhow::Result<PathBuf> {
     static TAKEN: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
     let thread = std::thread::current();
     let test = thread.name().unwrap_or("unnamed").replace("::", ".");

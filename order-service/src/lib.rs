@@ -37,7 +37,7 @@ pub fn stream() -> StreamName {
 /// One line that names the setting that cannot work.
 pub async fn run(config: Config) -> Result<ExitCode, String> {
     config.check()?;
-    outbox_core::telemetry::start_log(&config.process)?;
+    let _telemetry = outbox_core::telemetry::start(&config.process, SERVICE)?;
     let db = outbox_core::pool(&config.database, SERVICE)?;
     match config.command {
         None => {}

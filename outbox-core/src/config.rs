@@ -223,6 +223,10 @@ pub struct ProcessConfig {
     /// What is logged, such as `info` or `outbox_core=debug,info`.
     #[arg(long, env, default_value = "info,async_nats=warn")]
     pub rust_log: String,
+    /// Where spans are exported to, by OTLP over HTTP, such as http://127.0.0.1:4318
+    /// [default: nothing is exported].
+    #[arg(long, env)]
+    pub otel_exporter_otlp_endpoint: Option<String>,
     /// How long a stop may take.
     #[arg(long, env, default_value = "10s", value_parser = duration)]
     pub shutdown_grace: Duration,

@@ -5,86 +5,28 @@
 //! be applied now is parked in the database, one that never can is a dead letter there; the broker
 //! is told "done" in every case, and never before the commit.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 use std::error::Error;
 use std::panic::AssertUnwindSafe;
-use std::pin::pin;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use async_nats::jetstream::{self, AckKind, consumer::pull};
 use futures::{FutureExt, StreamExt};
 use sqlx::{PgConnection, PgPool};
-use tokio_util::sync::CancellationToken;
+use tracing::{Instrument, Span};
 use uuid::Uuid;
 
-use crate::backoff::Backoff;
 use crate::config::{ConsumerConfig, Switch};
 use crate::crash_point;
 use crate::database::is_away;
 use crate::event::{self, Envelope, Message, WireError};
+use crate::handler::{HandleError, Handler, Incoming};
 use crate::inbox::{self, DeadLetter, ParkReason, Parked};
-use crate::jetstream::{Broker, BrokerError, Subscription, describe, received};
-use crate::process::Health;
+use crate::jetstream::{Subscription, describe};
+use crate::outage::Outage;
 use crate::relay::Nudge;
 use crate::telemetry::{self, names};
-
-/// What a service does with the events of a stream.
-pub trait Handler: Send + Sync + 'static {
-    /// The service's own view of the events it knows.
-    type Event: Send + Sync;
-    /// What [`Handler::prepare`] found out or brought about.
-    type Prepared: Send + Sync;
-
-    /// Reads an event. `None` for a type that this service does not know: it takes its place in its
-    /// aggregate's order and has no effect.
-    ///
-    /// # Errors
-    /// [`WireError`]: the event becomes a dead letter. An unknown version of a known type is one.
-    fn decode(&self, envelope: &Envelope) -> Result<Option<Self::Event>, WireError>;
-
-    /// External effects, outside any transaction. May run again for the same event, here or in
-    /// another instance: `envelope.id` is the idempotency key.
-    fn prepare(
-        &self,
-        envelope: &Envelope,
-        event: &Self::Event,
-    ) -> impl Future<Output = Result<Self::Prepared, HandleError>> + Send;
-
-    /// The effect, in the transaction that records the events as processed. They are new, in stream
-    /// order, and at most one of each aggregate.
-    fn apply(
-        &self,
-        tx: &mut PgConnection,
-        events: &[Incoming<'_, Self::Event, Self::Prepared>],
-    ) -> impl Future<Output = Result<(), HandleError>> + Send;
-}
-
-/// An event as [`Handler::apply`] is given it.
-#[derive(Debug)]
-pub struct Incoming<'a, E, P> {
-    /// Its identity and order.
-    pub envelope: &'a Envelope,
-    /// What it says.
-    pub event: &'a E,
-    /// What was prepared for it.
-    pub prepared: &'a P,
-}
-
-/// Why a handler did not handle an event.
-#[derive(Debug)]
-pub enum HandleError {
-    /// Try again later; the default of `?`.
-    Retry(Box<dyn Error + Send + Sync>),
-    /// Never: the event becomes a dead letter for this reason.
-    Reject(String),
-}
-
-impl<E: Error + Send + Sync + 'static> From<E> for HandleError {
-    fn from(error: E) -> Self {
-        Self::Retry(Box::new(error))
-    }
-}
+use crate::trace;
 
 /// What became of one delivered message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -113,31 +55,24 @@ pub enum ConsumerError {
 /// Consumes one stream into one database. Any number of instances may share both.
 #[derive(Debug)]
 pub struct Consumer<H> {
-    db: PgPool,
-    subscription: Subscription,
+    pub(crate) db: PgPool,
+    pub(crate) subscription: Subscription,
     handler: H,
-    config: ConsumerConfig,
+    pub(crate) config: ConsumerConfig,
     nudge: Option<Nudge>,
-    health: Mutex<PrepareHealth>,
+    outage: Mutex<Outage>,
 }
 
 /// How many events are prepared side by side.
 const PREPARE_WIDTH: usize = 32;
-
-/// How often the parked events are looked at where nothing wakes them.
-const PARKED_POLL: Duration = Duration::from_secs(1);
-
-/// How the consumer waits for a stream that is not there, or a pull that broke.
-const STREAM_RETRY: Backoff = Backoff { base: Duration::from_millis(100), max: MAX_PAUSE };
-
-/// However long the database or the broker is away, its return is noticed within this time.
-const MAX_PAUSE: Duration = Duration::from_secs(5);
 
 /// One event in hand, and how far it has come.
 struct Item<'a, H: Handler> {
     place: usize,
     message: &'a Message,
     envelope: Envelope,
+    /// Open for as long as it is in hand.
+    span: Span,
     parked: Option<WasParked>,
     step: Step<H::Event, H::Prepared>,
 }
@@ -218,7 +153,7 @@ impl<H: Handler> Item<'_, H> {
 impl<H: Handler> Consumer<H> {
     /// A consumer of `subscription` whose inbox is in `db`.
     pub fn new(db: PgPool, subscription: Subscription, handler: H, config: ConsumerConfig) -> Self {
-        Self { db, subscription, handler, config, nudge: None, health: Mutex::default() }
+        Self { db, subscription, handler, config, nudge: None, outage: Mutex::default() }
     }
 
     /// Wakes this relay after each commit: for handlers that append events of their own.
@@ -253,7 +188,7 @@ impl<H: Handler> Consumer<H> {
         Ok(deliveries.len())
     }
 
-    async fn handle_parked(&self) -> Result<(Vec<Delivery>, u64), ConsumerError> {
+    pub(crate) async fn handle_parked(&self) -> Result<(Vec<Delivery>, u64), ConsumerError> {
         let (consumer, config) = (self.name(), &self.config);
         let due = inbox::take_due(
             &self.db,
@@ -300,9 +235,12 @@ impl<H: Handler> Consumer<H> {
         for (place, (message, parked)) in batch.into_iter().enumerate() {
             match Envelope::read(message) {
                 Err(error) => illegible.push((message, None, error)),
-                Ok(envelope) => match self.handler.decode(&envelope) {
+                Ok(mut envelope) => match self.handler.decode(&envelope) {
                     Err(error) => illegible.push((message, Some(envelope), error)),
-                    Ok(event) => items.push(Item { place, message, envelope, parked, step: Step::Decoded(event) }),
+                    Ok(event) => {
+                        let span = trace::process(self.name(), &mut envelope);
+                        items.push(Item { place, message, envelope, span, parked, step: Step::Decoded(event) });
+                    }
                 },
             }
         }
@@ -376,13 +314,13 @@ impl<H: Handler> Consumer<H> {
             item.step = match (step, result) {
                 (Step::Next(event), Ok(prepared)) => Step::Prepared(event, prepared),
                 (_, Err(error)) => {
-                    let counts = self.health().counts(item.envelope.id, !answers.is_empty());
+                    let counts = self.outage().counts(item.envelope.id, !answers.is_empty());
                     self.after_failure(item, error, counts)?
                 }
                 (step, Ok(_)) => step,
             };
         }
-        self.health().record(&answers, &failures);
+        self.outage().record(&answers, &failures);
         Ok(())
     }
 
@@ -394,7 +332,8 @@ impl<H: Handler> Consumer<H> {
         let Step::Next(event) = &item.step else { return None };
         let envelope = &item.envelope;
         Some(async move {
-            let preparing = AssertUnwindSafe(self.handler.prepare(envelope, event)).catch_unwind();
+            let preparing = self.handler.prepare(envelope, event).instrument(item.span.clone());
+            let preparing = AssertUnwindSafe(preparing).catch_unwind();
             (n, preparing.await.unwrap_or_else(|_panic| Err(Panicked.into())))
         })
     }
@@ -547,149 +486,21 @@ impl<H: Handler> Consumer<H> {
             HandleError::Retry(error) => describe(&*error),
         };
         if attempts >= self.config.consumer_max_attempts as i32 {
-            self.health().failing.remove(&item.envelope.id);
+            self.outage().forget(item.envelope.id);
             return Ok(Step::Rejected { attempts, reason: format!("failed {attempts} times: {error}") });
         }
         let envelope = &item.envelope;
         tracing::warn!(
             event_id = %envelope.id, aggregate_id = %envelope.aggregate.id,
-            correlation_id = envelope.context.correlation_id, attempts, error, "the event was not handled yet"
+            correlation_id = envelope.context.correlation_id, trace_id = envelope.context.traceparent.as_deref().map(trace::trace_id),
+            attempts, error, "the event was not handled yet"
         );
-        let failures = self.health().outages.max(attempts as u32).max(1);
+        let failures = self.outage().batches.max(attempts as u32).max(1);
         Ok(Step::Failed { attempts, wait: self.config.backoff().delay(failures), error })
     }
 
-    fn health(&self) -> MutexGuard<'_, PrepareHealth> {
-        self.health.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Consumes from `broker` until `shutdown`, then finishes the batch in hand. Whatever goes wrong
-    /// is logged and tried again.
-    /// What of the broker's would break the promise turns readiness red and is waited for.
-    pub async fn run(self, broker: Broker, health: Health, shutdown: CancellationToken) {
-        tokio::join!(self.run_stream(&broker, &health, &shutdown), self.run_parked(&shutdown));
-        broker.flush().await;
-    }
-
-    async fn run_parked(&self, shutdown: &CancellationToken) {
-        while shutdown.run_until_cancelled(tokio::time::sleep(PARKED_POLL)).await.is_some() {
-            let is_full = |handled: &Vec<Delivery>| handled.len() == self.config.consumer_batch;
-            // A database that is away is reported by the other loop.
-            while let Ok((handled, woken)) = self.handle_parked().await
-                && (woken > 0 || is_full(&handled))
-                && !shutdown.is_cancelled()
-            {}
-        }
-    }
-
-    async fn run_stream(&self, broker: &Broker, health: &Health, shutdown: &CancellationToken) {
-        let mut failures = 0;
-        let mut last_said = String::new();
-        loop {
-            let connection = broker.connections();
-            let pulling = broker.pull(&self.subscription, &self.config);
-            let Some(pulled) = shutdown.run_until_cancelled(pulling).await else { return };
-            match pulled {
-                Ok(messages) => {
-                    failures = 0;
-                    last_said.clear();
-                    health.recover("consumer");
-                    self.consume(messages, broker.connected_after(connection), shutdown).await;
-                }
-                Err(error) => {
-                    failures += 1;
-                    let reason = error.to_string();
-                    if matches!(error, BrokerError::Unfit(_)) {
-                        health.fail("consumer", reason.clone());
-                    }
-                    if last_said != reason {
-                        tracing::warn!(reason, "the consumer waits for its stream");
-                        last_said = reason;
-                    }
-                }
-            }
-            let wait = STREAM_RETRY.delay(failures);
-            shutdown.run_until_cancelled(tokio::time::sleep(wait)).await;
-        }
-    }
-
-    /// Consumes until `shutdown`, or until the pull must be made anew: it broke, or there is a new
-    /// connection.
-    async fn consume(
-        &self,
-        messages: pull::Stream,
-        reconnected: impl Future<Output = ()>,
-        shutdown: &CancellationToken,
-    ) {
-        let mut batches = messages.ready_chunks(self.config.consumer_batch);
-        let mut reconnected = pin!(reconnected);
-        loop {
-            let batch = tokio::select! {
-                biased;
-                () = shutdown.cancelled() => break,
-                () = &mut reconnected => break,
-                batch = batches.next() => batch,
-            };
-            let Some(batch) = batch else { return };
-            let size = batch.len();
-            let messages: Vec<_> = batch.into_iter().map_while(Result::ok).collect();
-            let is_broken = messages.len() < size;
-            let outages = self.health().outages;
-            self.deliver_and_acknowledge(&messages, shutdown).await;
-            if is_broken {
-                return;
-            }
-            if self.health().outages > outages {
-                let wait = self.config.backoff().delay(self.health().outages);
-                shutdown.run_until_cancelled(tokio::time::sleep(wait)).await;
-            }
-        }
-        // Fetched and not begun: another instance may have them at once.
-        while let Some(Some(batch)) = batches.next().now_or_never() {
-            acknowledge(batch.iter().flatten(), AckKind::Nak(None)).await;
-        }
-    }
-
-    /// Steps 1 to 5, again and again while the database is away. The broker is kept from delivering
-    /// the messages elsewhere in the meantime.
-    async fn deliver_and_acknowledge(&self, messages: &[jetstream::Message], shutdown: &CancellationToken) {
-        crash_point!("consumer.after_fetch");
-        let batch: Vec<Message> = messages.iter().map(received).collect();
-        let delivering = async {
-            let mut failures = 0;
-            while let Err(error) = self.deliver(&batch).await {
-                failures += 1;
-                if failures == 1 {
-                    tracing::warn!(error = describe(&error), "the consumer pauses until the database answers");
-                }
-                let wait = self.config.backoff().delay(failures).min(MAX_PAUSE);
-                if shutdown.run_until_cancelled(tokio::time::sleep(wait)).await.is_none() {
-                    return AckKind::Nak(None);
-                }
-            }
-            AckKind::Ack
-        };
-        let extending = async {
-            loop {
-                tokio::time::sleep(self.config.consumer_ack_wait / 3).await;
-                acknowledge(messages, AckKind::Progress).await;
-            }
-        };
-        let verdict = tokio::select! {
-            verdict = delivering => verdict,
-            () = extending => AckKind::Progress,
-        };
-        acknowledge(messages, verdict).await;
-        crash_point!("consumer.after_acknowledge");
-    }
-}
-
-/// Step 5. An acknowledgement that gets lost is one redelivery more.
-async fn acknowledge(messages: impl IntoIterator<Item = &jetstream::Message>, kind: AckKind) {
-    for message in messages {
-        if let Err(error) = message.ack_with(kind).await {
-            tracing::debug!(%error, "a message was not acknowledged");
-        }
+    pub(crate) fn outage(&self) -> MutexGuard<'_, Outage> {
+        self.outage.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -706,68 +517,10 @@ fn log_dead_letter(letter: &DeadLetter<'_>) {
         event_id = letter.event_id.map(tracing::field::display),
         aggregate_id = letter.envelope.map(|envelope| tracing::field::display(envelope.aggregate.id)),
         correlation_id = letter.envelope.map(|envelope| &*envelope.context.correlation_id),
+        trace_id = letter.envelope.and_then(|envelope| envelope.context.traceparent.as_deref()).map(trace::trace_id),
         subject = letter.message.subject,
         attempts = letter.attempts,
         reason = letter.reason,
         "the event is a dead letter"
     );
-}
-
-/// Tells an outage of what handlers depend on from events that fail by themselves. A failure counts
-/// against an event only if another event was answered beside it, or since it failed before: while
-/// nobody is answered, it is nobody's fault.
-#[derive(Debug, Default)]
-struct PrepareHealth {
-    answers: u64,
-    /// For each failing event, the answers there had been when it last failed.
-    failing: HashMap<Uuid, u64>,
-    /// Batches in a row in which nobody was answered.
-    outages: u32,
-}
-
-impl PrepareHealth {
-    fn counts(&self, event: Uuid, is_another_answered: bool) -> bool {
-        is_another_answered || self.failing.get(&event).is_some_and(|answers| *answers < self.answers)
-    }
-
-    fn record(&mut self, answered: &[Uuid], failed: &[Uuid]) {
-        self.answers += answered.len() as u64;
-        for event in answered {
-            self.failing.remove(event);
-        }
-        self.failing.extend(failed.iter().map(|event| (*event, self.answers)));
-        match (answered, failed) {
-            ([], []) => {}
-            ([], _) => self.outages = self.outages.saturating_add(1),
-            _ => self.outages = 0,
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn while_nobody_is_answered_no_failure_counts() {
-        let mut health = PrepareHealth::default();
-        let event = Uuid::now_v7();
-        for outage in 1..100 {
-            assert!(!health.counts(event, false));
-            health.record(&[], &[event]);
-            assert_eq!(health.outages, outage);
-        }
-    }
-
-    #[test]
-    fn a_failure_counts_once_others_are_answered() {
-        let mut health = PrepareHealth::default();
-        let (poison, other) = (Uuid::now_v7(), Uuid::now_v7());
-        assert!(health.counts(poison, true), "answered beside it");
-        health.record(&[], &[poison]);
-        health.record(&[other], &[]);
-        assert!(health.counts(poison, false), "answered since it failed");
-        health.record(&[], &[poison]);
-        assert!(!health.counts(poison, false), "not again until the next answer");
-    }
 }

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::error::Error;
 use std::time::Duration;
 
+use axum::extract::MatchedPath;
 use axum::extract::rejection::QueryRejection;
 use axum::extract::{Request, State};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
@@ -13,11 +14,15 @@ use axum::{Json, Router};
 use serde_json::json;
 use serde_json::value::RawValue;
 use tokio_util::task::TaskTracker;
+use tracing::Instrument;
+use tracing::field::Empty;
 use uuid::Uuid;
 
 use crate::database::is_away;
 use crate::event::Context;
 use crate::jetstream::describe;
+use crate::telemetry::TRACE;
+use crate::trace;
 
 /// The largest request body, in bytes.
 pub const BODY_LIMIT: usize = 64 * 1024;
@@ -132,11 +137,19 @@ pub fn with_context(routes: Router) -> Router {
 }
 
 async fn correlate(mut request: Request, next: Next) -> Response {
-    let context = context_of(request.headers());
+    let mut context = context_of(request.headers());
     let id = context.correlation_id.clone();
     let (method, path) = (request.method().clone(), request.uri().path().to_owned());
+    let route = request.extensions().get::<MatchedPath>().map_or("", MatchedPath::as_str).to_owned();
+    let span = tracing::trace_span!(
+        target: TRACE, "request", otel.name = format!("{method} {route}"), otel.kind = "server",
+        http.request.method = %method, http.route = route, http.response.status_code = Empty, correlation_id = id,
+    );
+    let span = trace::caused_by(span, context.traceparent.as_deref());
+    context.traceparent = trace::traceparent(&span).or(context.traceparent);
     request.extensions_mut().insert(context);
-    let mut response = next.run(request).await;
+    let mut response = next.run(request).instrument(span.clone()).await;
+    span.record("http.response.status_code", response.status().as_u16());
     if let Some(Cause(cause)) = response.extensions().get::<Cause>() {
         if response.status() == StatusCode::SERVICE_UNAVAILABLE {
             // Once per request would be a flood: that the database is away is said elsewhere.

@@ -16,19 +16,24 @@ pub mod telemetry;
 
 mod backoff;
 mod consumer;
+mod consuming;
 mod database;
 mod event;
+mod handler;
 mod inbox;
 mod jetstream;
+mod outage;
 mod outbox;
 mod process;
 mod relay;
 mod retention;
+mod trace;
 
 pub use backoff::Backoff;
-pub use consumer::{Consumer, ConsumerError, Delivery, HandleError, Handler, Incoming};
+pub use consumer::{Consumer, ConsumerError, Delivery};
 pub use database::{is_away, migrate, pool};
 pub use event::{AggregateVersion, Context, Envelope, Event, MESSAGE_ID, Message, StreamPosition, WireError};
+pub use handler::{HandleError, Handler, Incoming};
 pub use jetstream::{Broker, BrokerError, Stream, StreamName, Subscription};
 pub use outbox::{AppendError, NewEvent, append, append_all, source, write_source};
 pub use process::{Health, Process, admin, bind, check_health, migrate_and_exit};

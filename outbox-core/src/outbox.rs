@@ -141,6 +141,12 @@ pub(crate) struct ClaimedEvent {
     pub(crate) attempts: i32,
 }
 
+impl ClaimedEvent {
+    pub(crate) fn header(&self, name: &str) -> Option<&str> {
+        self.headers.get(name)?.as_str()
+    }
+}
+
 /// A bound on `created_at` where a claim starts its search, in the database's own notation: a hint
 /// that keeps the scan off what is done or must wait, never a rule.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -14,6 +14,7 @@ use sqlx::PgPool;
 use sqlx::postgres::PgListener;
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
+use tracing::{Instrument, Span};
 use uuid::Uuid;
 
 use crate::config::RelayConfig;
@@ -21,7 +22,8 @@ use crate::crash_point;
 use crate::event::{Context, Envelope, Message, WireError};
 use crate::jetstream::{FailureKind, PublishFailure, Stream, describe, permanent};
 use crate::outbox::{self, Claim, ClaimedEvent, Failure, Floor};
-use crate::telemetry::{self, names};
+use crate::telemetry::{self, TRACE, names};
+use crate::trace;
 
 /// Wakes a relay: given to whoever commits events. A hint that may get lost; the relay polls anyway.
 #[derive(Debug, Clone, Default)]
@@ -253,7 +255,7 @@ impl Relay {
             let message = to_message(event, self.stream.name()).map_err(|error| permanent(error.to_string()))?;
             self.stream.publish(message).await
         };
-        let publishing = AssertUnwindSafe(publishing).catch_unwind();
+        let publishing = AssertUnwindSafe(publishing.instrument(self.span(event))).catch_unwind();
         let started = Instant::now();
         let result = match tokio::time::timeout(self.config.relay_publish_timeout, publishing).await {
             Ok(Ok(result)) => result,
@@ -267,6 +269,16 @@ impl Relay {
             Err(failure) => telemetry::count_publish_failure(failure.kind),
         }
         result.map(|_ack| ())
+    }
+
+    fn span(&self, event: &ClaimedEvent) -> Span {
+        let span = tracing::trace_span!(
+            target: TRACE, "publish", otel.name = format!("publish {}", event.event_type), otel.kind = "producer",
+            messaging.system = "nats", messaging.operation.type = "send",
+            messaging.destination.name = self.stream.name().name, messaging.message.id = %event.id,
+            aggregate_id = %event.aggregate.id, attempt = event.attempts + 1,
+        );
+        trace::caused_by(span, event.header("traceparent"))
     }
 
     /// Renews the lease at half its time, for as long as it is polled.
@@ -339,13 +351,13 @@ impl Relay {
             FailureKind::Unrecognised => attempt >= self.config.relay_max_attempts,
         };
         let retry_in = (!is_final).then(|| self.config.backoff().delay(attempt));
-        let correlation_id = event.headers.get("correlationid").and_then(|id| id.as_str());
-        let log = (event.id, event.aggregate.id, correlation_id.unwrap_or_default(), &failure.reason);
-        let (event_id, aggregate_id, correlation_id, reason) = log;
+        let (event_id, aggregate_id, reason) = (event.id, event.aggregate.id, &failure.reason);
+        let (correlation_id, trace_id) =
+            (event.header("correlationid"), event.header("traceparent").map(trace::trace_id));
         if is_final {
-            tracing::error!(%event_id, %aggregate_id, correlation_id, attempt, reason, "the event cannot be published");
+            tracing::error!(%event_id, %aggregate_id, correlation_id, trace_id, attempt, reason, "the event cannot be published");
         } else {
-            tracing::warn!(%event_id, %aggregate_id, correlation_id, attempt, reason, "the event was not published yet");
+            tracing::warn!(%event_id, %aggregate_id, correlation_id, trace_id, attempt, reason, "the event was not published yet");
         }
         Failure { id: event.id, error: failure.reason, retry_in }
     }

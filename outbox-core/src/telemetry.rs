@@ -2,13 +2,24 @@
 
 use std::io::IsTerminal;
 use std::sync::OnceLock;
+use std::time::Duration;
 
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
-use tracing_subscriber::EnvFilter;
+use opentelemetry_sdk::trace::SdkTracerProvider;
+use tracing::Level;
+use tracing_subscriber::filter::{EnvFilter, FilterExt, Targets, filter_fn};
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::SubscriberInitExt;
+use tracing_subscriber::{Layer, fmt};
 
 use crate::config::{LogFormat, ProcessConfig};
 use crate::consumer::Delivery;
 use crate::jetstream::FailureKind;
+use crate::trace;
+
+/// The target of all spans: only their exporter listens to it, so that where nothing is exported they
+/// are never made.
+pub const TRACE: &str = "trace";
 
 /// Every metric there is. Labels are bounded: never an id, never a path as it was asked for.
 pub mod names {
@@ -32,21 +43,43 @@ pub mod names {
     pub const BATCH_SECONDS: &str = "inbox_batch_seconds";
 }
 
-/// Starts the log. Once per process; a second call changes nothing.
+/// The log and the exporter of spans, for as long as it lives; what is left to export goes out when it
+/// is dropped.
+#[derive(Debug)]
+pub struct Telemetry(Option<SdkTracerProvider>);
+
+impl Drop for Telemetry {
+    fn drop(&mut self) {
+        if let Some(provider) = &self.0
+            && let Err(error) = provider.shutdown_with_timeout(Duration::from_secs(2))
+        {
+            tracing::debug!(%error, "the last spans were not exported");
+        }
+    }
+}
+
+/// Starts the log and, where an endpoint is set, the export of `service`'s spans. Once per process; a
+/// second call changes nothing.
 ///
 /// # Errors
-/// One line that names the setting where the filter cannot be read.
-pub fn start_log(config: &ProcessConfig) -> Result<(), String> {
+/// One line that names the setting that cannot be used.
+pub fn start(config: &ProcessConfig, service: &str) -> Result<Telemetry, String> {
     let filter = EnvFilter::try_new(&config.rust_log).map_err(|error| format!("RUST_LOG: {error}"))?;
-    let log = tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_ansi(std::io::stderr().is_terminal())
-        .with_writer(std::io::stderr);
-    let _ = match config.log_format {
-        LogFormat::Pretty => log.try_init(),
-        LogFormat::Json => log.json().flatten_event(true).try_init(),
+    let log = fmt::layer().with_ansi(std::io::stderr().is_terminal()).with_writer(std::io::stderr);
+    let log = match config.log_format {
+        LogFormat::Pretty => log.boxed(),
+        LogFormat::Json => log.json().flatten_event(true).boxed(),
     };
-    Ok(())
+    // Spans are not for the log.
+    let filter = filter.and(filter_fn(|metadata| metadata.target() != TRACE));
+    let export = config.otel_exporter_otlp_endpoint.as_deref().filter(|endpoint| !endpoint.is_empty());
+    let (provider, tracer) = export.map(|endpoint| trace::exporter(endpoint, service)).transpose()?.unzip();
+    let spans = tracer.map(|tracer| {
+        let only_spans = Targets::new().with_target(TRACE, Level::TRACE);
+        tracing_opentelemetry::layer().with_tracer(tracer).with_filter(only_spans)
+    });
+    let _ = tracing_subscriber::registry().with(log.with_filter(filter)).with(spans).try_init();
+    Ok(Telemetry(provider))
 }
 
 /// The process's metrics, for its `/metrics`.

@@ -16,10 +16,8 @@ use opentelemetry_sdk::trace::{SdkTracer, SdkTracerProvider};
 use tracing::Span;
 use tracing_opentelemetry::OpenTelemetrySpanExt;
 
-use crate::event::{Context, Envelope};
-
-/// What an exporter listens to.
-pub(crate) const TARGET: &str = "trace";
+use crate::event::Envelope;
+use crate::telemetry::TRACE;
 
 const TRACEPARENT: &str = "traceparent";
 
@@ -60,7 +58,7 @@ pub(crate) fn traceparent(span: &Span) -> Option<String> {
 /// The span in which a consumer processes an event. What follows from the event is caused by it.
 pub(crate) fn process(consumer: &str, envelope: &mut Envelope) -> Span {
     let span = tracing::trace_span!(
-        target: TARGET, "process", otel.name = format!("process {}", envelope.event_type), otel.kind = "consumer",
+        target: TRACE, "process", otel.name = format!("process {}", envelope.event_type), otel.kind = "consumer",
         messaging.system = "nats", messaging.operation.type = "process", messaging.consumer.group.name = consumer,
         messaging.message.id = %envelope.id, aggregate_id = %envelope.aggregate.id,
     );
@@ -71,7 +69,7 @@ pub(crate) fn process(consumer: &str, envelope: &mut Envelope) -> Span {
     span
 }
 
-/// The id of the trace, for the log; empty where there is none.
-pub(crate) fn trace_id(context: &Context) -> &str {
-    context.traceparent.as_deref().and_then(|traceparent| traceparent.split('-').nth(1)).unwrap_or_default()
+/// The id of the trace, for the log.
+pub(crate) fn trace_id(traceparent: &str) -> &str {
+    traceparent.split('-').nth(1).unwrap_or_default()
 }

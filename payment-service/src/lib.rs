@@ -50,7 +50,7 @@ pub async fn run(config: Config) -> Result<ExitCode, String> {
 }
 
 async fn run_with(gateway: impl Gateway, config: Config) -> Result<ExitCode, String> {
-    outbox_core::telemetry::start_log(&config.process)?;
+    let _telemetry = outbox_core::telemetry::start(&config.process, SERVICE)?;
     let db = outbox_core::pool(&config.database, SERVICE)?;
     match config.command {
         None => {}

@@ -2,9 +2,11 @@
 
 use std::collections::HashMap;
 
+use outbox_core::telemetry::TRACE;
 use outbox_core::{Envelope, HandleError, Handler, Incoming, NewEvent, WireError, append_all};
 use serde::Deserialize;
 use sqlx::{PgConnection, PgPool};
+use tracing::{Instrument, Span};
 use uuid::Uuid;
 
 use crate::gateway::{Charge, Charged, Gateway, GatewayError};
@@ -92,14 +94,16 @@ impl<G: Gateway> Handler for Orders<G> {
             OrderEvent::Created(Created { order_id, total }) => {
                 let Money { amount, currency } = total.clone();
                 let charge = Charge { payment_id: envelope.id, order_id: *order_id, amount, currency };
-                self.gateway.charge(envelope.id, &charge).await.map(Prepared::Charged).map_err(refusal)
+                let charging = self.gateway.charge(envelope.id, &charge).instrument(gateway_span("charge"));
+                charging.await.map(Prepared::Charged).map_err(refusal)
             }
             OrderEvent::Cancelled(Cancelled { order_id }) => {
                 let payment = payment::find_by_order(&self.db, *order_id).await?;
                 let Some(refund) = payment.as_ref().and_then(Payment::refund_request) else {
                     return Ok(Prepared::NothingToRefund);
                 };
-                self.gateway.refund(envelope.id, &refund).await.map_err(refusal)?;
+                let refunding = self.gateway.refund(envelope.id, &refund).instrument(gateway_span("refund"));
+                refunding.await.map_err(refusal)?;
                 Ok(Prepared::Refunded)
             }
         }
@@ -149,6 +153,10 @@ fn taken(error: sqlx::Error) -> HandleError {
         Some("payments_one_per_order") => HandleError::Reject("the order has a payment already".to_owned()),
         _ => error.into(),
     }
+}
+
+fn gateway_span(request: &str) -> Span {
+    tracing::trace_span!(target: TRACE, "gateway", otel.name = request, otel.kind = "client")
 }
 
 fn refusal(error: GatewayError) -> HandleError {

@@ -81,6 +81,8 @@ async fn a_setting_that_cannot_be_is_one_line_that_names_it() {
         ("CONSUMER_BACKOFF_BASE", "fast"),
         ("CONSUMER_BACKOFF_MAX", "0s"),
         ("CONSUMER_GAP_DEADLINE", "never"),
+        ("RELAY_RETENTION", "7"),
+        ("INBOX_RETENTION", "long"),
     ];
     let payments = [
         ("GATEWAY_TIMEOUT", "5"),
@@ -145,17 +147,23 @@ async fn a_port_that_is_taken_is_one_line_that_names_the_setting() {
 #[tokio::test]
 async fn help_lists_every_setting_as_variable_and_as_flag() {
     let everywhere = "DATABASE_URL DATABASE_POOL NATS_URL ADMIN_ADDR LOG_FORMAT RUST_LOG SHUTDOWN_GRACE
+        OTEL_EXPORTER_OTLP_ENDPOINT
         RELAY_BATCH RELAY_LEASE RELAY_PUBLISH_TIMEOUT RELAY_POLL_MIN RELAY_POLL_MAX RELAY_BACKOFF_BASE
         RELAY_BACKOFF_MAX RELAY_MAX_ATTEMPTS STREAM_MAX_AGE STREAM_MAX_BYTES STREAM_DUPLICATE_WINDOW STREAM_REPLICAS";
     let services = "HTTP_ADDR RELAY MIGRATE CONSUMER_BATCH CONSUMER_ACK_WAIT CONSUMER_MAX_ATTEMPTS
-        CONSUMER_BACKOFF_BASE CONSUMER_BACKOFF_MAX CONSUMER_GAP_DEADLINE";
+        CONSUMER_BACKOFF_BASE CONSUMER_BACKOFF_MAX CONSUMER_GAP_DEADLINE
+        RELAY_RETENTION INBOX_RETENTION";
     for name in PROGRAMS {
         let of_services = if name == "outbox-relay" { "" } else { services };
-        let of_payments = if name == "payment-service" { "PAYMENT_GATEWAY_URL GATEWAY_TIMEOUT" } else { "" };
+        let of_one = match name {
+            "order-service" => "IDEMPOTENCY_RETENTION",
+            "payment-service" => "PAYMENT_GATEWAY_URL GATEWAY_TIMEOUT",
+            _ => "",
+        };
         let output = run(name, &["--help"], &[("DATABASE_URL", "postgres://user:secret@host/name")]).await;
         let help = text(&output.stdout);
         assert_eq!(output.status.code(), Some(0), "{name}: {help}");
-        for variable in [everywhere, of_services, of_payments].join(" ").split_whitespace() {
+        for variable in [everywhere, of_services, of_one].join(" ").split_whitespace() {
             let flag = format!("--{}", variable.to_lowercase().replace('_', "-"));
             let names = |word: &str| help.split([' ', '\n', '[', ']', '=', ':']).any(|other| other == word);
             assert!(help.contains(&format!("[env: {variable}")), "{name}: {variable} is not in\n{help}");

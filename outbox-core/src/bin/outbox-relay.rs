@@ -52,7 +52,7 @@ async fn run(config: Config) -> Result<ExitCode, String> {
     config.relaying.check()?;
     config.stream.check()?;
     config.broker.servers()?;
-    outbox_core::telemetry::start_log(&config.process)?;
+    let _telemetry = outbox_core::telemetry::start(&config.process, "outbox-relay")?;
     if let Some(Command::Health) = config.command {
         return Ok(check_health(config.admin_addr).await);
     }

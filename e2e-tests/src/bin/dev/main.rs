@@ -1,5 +1,6 @@
 //! `cargo dev`: the whole pair on this machine, with nothing to set up.
 
+mod chaos;
 mod journey;
 mod orders;
 mod prepare;
@@ -7,9 +8,11 @@ mod screen;
 mod up;
 
 use std::process::ExitCode;
+use std::time::Duration;
 
 use anstream::eprintln;
 use clap::{Parser, Subcommand};
+use outbox_core::config::duration;
 
 const SERVERS: &str = "\
 PostgreSQL and NATS are got by the first way that works: a server named by E2E_DATABASE_URL or E2E_NATS_URL, \
@@ -29,6 +32,15 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Command {
+    /// Break everything at random while orders are placed, then check that none was lost or doubled
+    Chaos {
+        /// What all that is random follows from [default: a new one]
+        #[arg(long)]
+        seed: Option<u64>,
+        /// For how long, such as 30s or 10m
+        #[arg(long = "for", value_name = "TIME", default_value = "1m", value_parser = duration)]
+        length: Duration,
+    },
     /// Write the services' .sqlx folders, which builds without a database read
     Sqlx {
         /// Only check that they are up to date
@@ -43,6 +55,7 @@ async fn main() -> ExitCode {
     screen::show_progress();
     let done = match arguments.command {
         None => up::up(arguments.once).await,
+        Some(Command::Chaos { seed, length }) => chaos::chaos(seed, length).await,
         Some(Command::Sqlx { check }) => prepare::prepare_sqlx(check).await,
     };
     match done {

@@ -1,0 +1,157 @@
+//! The loops around the consumer's steps: messages are pulled, delivered and acknowledged, parked
+//! events are looked after, and both pause while what they need is away.
+
+use std::pin::pin;
+use std::time::Duration;
+
+use async_nats::jetstream::{self, AckKind, consumer::pull};
+use futures::{FutureExt, StreamExt};
+use tokio_util::sync::CancellationToken;
+
+use crate::backoff::Backoff;
+use crate::consumer::{Consumer, Delivery};
+use crate::crash_point;
+use crate::event::Message;
+use crate::handler::Handler;
+use crate::jetstream::{Broker, BrokerError, describe, received};
+use crate::process::Health;
+
+/// How often the parked events are looked at where nothing wakes them.
+const PARKED_POLL: Duration = Duration::from_secs(1);
+
+/// How the consumer waits for a stream that is not there, or a pull that broke.
+const STREAM_RETRY: Backoff = Backoff { base: Duration::from_millis(100), max: MAX_PAUSE };
+
+/// However long the database or the broker is away, its return is noticed within this time.
+const MAX_PAUSE: Duration = Duration::from_secs(5);
+
+impl<H: Handler> Consumer<H> {
+    /// Consumes from `broker` until `shutdown`, then finishes the batch in hand. Whatever goes wrong
+    /// is logged and tried again.
+    /// What of the broker's would break the promise turns readiness red and is waited for.
+    pub async fn run(self, broker: Broker, health: Health, shutdown: CancellationToken) {
+        tokio::join!(self.run_stream(&broker, &health, &shutdown), self.run_parked(&shutdown));
+        broker.flush().await;
+    }
+
+    async fn run_parked(&self, shutdown: &CancellationToken) {
+        while shutdown.run_until_cancelled(tokio::time::sleep(PARKED_POLL)).await.is_some() {
+            let is_full = |handled: &Vec<Delivery>| handled.len() == self.config.consumer_batch;
+            // A database that is away is reported by the other loop.
+            while let Ok((handled, woken)) = self.handle_parked().await
+                && (woken > 0 || is_full(&handled))
+                && !shutdown.is_cancelled()
+            {}
+        }
+    }
+
+    async fn run_stream(&self, broker: &Broker, health: &Health, shutdown: &CancellationToken) {
+        let mut failures = 0;
+        let mut last_said = String::new();
+        loop {
+            let connection = broker.connections();
+            let pulling = broker.pull(&self.subscription, &self.config);
+            let Some(pulled) = shutdown.run_until_cancelled(pulling).await else { return };
+            match pulled {
+                Ok(messages) => {
+                    failures = 0;
+                    last_said.clear();
+                    health.recover("consumer");
+                    self.consume(messages, broker.connected_after(connection), shutdown).await;
+                }
+                Err(error) => {
+                    failures += 1;
+                    let reason = error.to_string();
+                    if matches!(error, BrokerError::Unfit(_)) {
+                        health.fail("consumer", reason.clone());
+                    }
+                    if last_said != reason {
+                        tracing::warn!(reason, "the consumer waits for its stream");
+                        last_said = reason;
+                    }
+                }
+            }
+            let wait = STREAM_RETRY.delay(failures);
+            shutdown.run_until_cancelled(tokio::time::sleep(wait)).await;
+        }
+    }
+
+    /// Consumes until `shutdown`, or until the pull must be made anew: it broke, or there is a new
+    /// connection.
+    async fn consume(
+        &self,
+        messages: pull::Stream,
+        reconnected: impl Future<Output = ()>,
+        shutdown: &CancellationToken,
+    ) {
+        let mut batches = messages.ready_chunks(self.config.consumer_batch);
+        let mut reconnected = pin!(reconnected);
+        loop {
+            let batch = tokio::select! {
+                biased;
+                () = shutdown.cancelled() => break,
+                () = &mut reconnected => break,
+                batch = batches.next() => batch,
+            };
+            let Some(batch) = batch else { return };
+            let size = batch.len();
+            let messages: Vec<_> = batch.into_iter().map_while(Result::ok).collect();
+            let is_broken = messages.len() < size;
+            let outages = self.outage().batches;
+            self.deliver_and_acknowledge(&messages, shutdown).await;
+            if is_broken {
+                return;
+            }
+            if self.outage().batches > outages {
+                let wait = self.config.backoff().delay(self.outage().batches);
+                shutdown.run_until_cancelled(tokio::time::sleep(wait)).await;
+            }
+        }
+        // Fetched and not begun: another instance may have them at once.
+        while let Some(Some(batch)) = batches.next().now_or_never() {
+            acknowledge(batch.iter().flatten(), AckKind::Nak(None)).await;
+        }
+    }
+
+    /// Steps 1 to 5, again and again while the database is away. The broker is kept from delivering
+    /// the messages elsewhere in the meantime.
+    async fn deliver_and_acknowledge(&self, messages: &[jetstream::Message], shutdown: &CancellationToken) {
+        crash_point!("consumer.after_fetch");
+        let batch: Vec<Message> = messages.iter().map(received).collect();
+        let delivering = async {
+            let mut failures = 0;
+            while let Err(error) = self.deliver(&batch).await {
+                failures += 1;
+                if failures == 1 {
+                    tracing::warn!(error = describe(&error), "the consumer pauses until the database answers");
+                }
+                let wait = self.config.backoff().delay(failures).min(MAX_PAUSE);
+                if shutdown.run_until_cancelled(tokio::time::sleep(wait)).await.is_none() {
+                    return AckKind::Nak(None);
+                }
+            }
+            AckKind::Ack
+        };
+        let extending = async {
+            loop {
+                tokio::time::sleep(self.config.consumer_ack_wait / 3).await;
+                acknowledge(messages, AckKind::Progress).await;
+            }
+        };
+        let verdict = tokio::select! {
+            verdict = delivering => verdict,
+            () = extending => AckKind::Progress,
+        };
+        acknowledge(messages, verdict).await;
+        crash_point!("consumer.after_acknowledge");
+    }
+}
+
+/// Step 5. An acknowledgement that gets lost is one redelivery more.
+async fn acknowledge(messages: impl IntoIterator<Item = &jetstream::Message>, kind: AckKind) {
+    for message in messages {
+        if let Err(error) = message.ack_with(kind).await {
+            tracing::debug!(%error, "a message was not acknowledged");
+        }
+    }
+}
