@@ -11,8 +11,8 @@ use std::process::ExitCode;
 
 use outbox_core::config::{RelayMode, Switch};
 use outbox_core::{
-    Broker, Consumer, Nudge, Process, Relay, Retention, Stream, StreamName, Subscription, admin, bind, check_health,
-    forward_nudges, migrate_and_exit,
+    Broker, Consumer, Gauges, Nudge, Process, Relay, Retention, Stream, StreamName, Subscription, admin, bind,
+    check_health, forward_nudges, migrate_and_exit,
 };
 use sqlx::migrate::Migrator;
 
@@ -73,7 +73,9 @@ pub async fn run(config: Config) -> Result<ExitCode, String> {
     let retention = retention.also("idempotency_keys", order::DELETE_KEYS, config.idempotency_retention);
     process.supervise("retention", retention.run(process.shutdown()));
     let payments = Subscription { stream: payments::stream(), durable: SERVICE.to_owned() };
-    let consumer = Consumer::new(db.clone(), payments, Payments, config.consumer).nudging(nudge.clone());
+    let consumer = Consumer::new(db.clone(), payments.clone(), Payments, config.consumer).nudging(nudge.clone());
+    let gauges = Gauges::new(db.clone()).with_consumer(broker.clone(), payments);
+    process.supervise("gauges", gauges.run(process.shutdown()));
     process.supervise("consumer", consumer.run(broker, process.health(), process.shutdown()));
     process.serve("http", http_listener, http::router(db, nudge, process.writes()));
     Ok(process.run().await)

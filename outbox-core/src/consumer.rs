@@ -23,9 +23,9 @@ use crate::event::{self, Envelope, Message, WireError};
 use crate::handler::{HandleError, Handler, Incoming};
 use crate::inbox::{self, DeadLetter, ParkReason, Parked};
 use crate::jetstream::{Subscription, describe};
+use crate::measure;
 use crate::outage::Outage;
 use crate::relay::Nudge;
-use crate::telemetry::{self, names};
 use crate::trace;
 
 /// What became of one delivered message.
@@ -71,6 +71,7 @@ struct Item<'a, H: Handler> {
     place: usize,
     message: &'a Message,
     envelope: Envelope,
+    is_known: bool,
     /// Open for as long as it is in hand.
     span: Span,
     parked: Option<WasParked>,
@@ -140,6 +141,16 @@ impl<H: Handler> Item<'_, H> {
         }
     }
 
+    fn count(&self) {
+        // A producer's types that nobody here knows must not become labels.
+        let event_type = if self.is_known { &*self.envelope.event_type } else { "other" };
+        let delivery = self.delivery();
+        measure::count_delivery(event_type, delivery);
+        if let Some(age) = measure::age(&self.envelope.time).filter(|_| delivery == Delivery::Applied) {
+            metrics::histogram!(measure::APPEND_TO_EFFECT_SECONDS).record(age);
+        }
+    }
+
     fn incoming(&self) -> Option<Incoming<'_, H::Event, H::Prepared>> {
         let Step::Prepared(event, prepared) = &self.step else { return None };
         Some(Incoming { envelope: &self.envelope, event, prepared })
@@ -174,8 +185,8 @@ impl<H: Handler> Consumer<H> {
         while woken > 0 {
             (_, woken) = self.handle_parked().await?;
         }
-        metrics::histogram!(names::BATCH_SECONDS).record(started.elapsed());
-        telemetry::count_deliveries(&deliveries);
+        metrics::histogram!(measure::INBOX_BATCH).record(batch.len() as f64);
+        metrics::histogram!(measure::INBOX_BATCH_SECONDS).record(started.elapsed());
         Ok(deliveries)
     }
 
@@ -219,6 +230,7 @@ impl<H: Handler> Consumer<H> {
             woken += self.apply_or_set_aside(&mut round).await?;
             for item in &round {
                 deliveries[item.place] = item.delivery();
+                item.count();
             }
             waiting = later;
         }
@@ -238,8 +250,16 @@ impl<H: Handler> Consumer<H> {
                 Ok(mut envelope) => match self.handler.decode(&envelope) {
                     Err(error) => illegible.push((message, Some(envelope), error)),
                     Ok(event) => {
-                        let span = trace::process(self.name(), &mut envelope);
-                        items.push(Item { place, message, envelope, span, parked, step: Step::Decoded(event) });
+                        let (span, is_known) = (trace::process(self.name(), &mut envelope), event.is_some());
+                        items.push(Item {
+                            place,
+                            message,
+                            envelope,
+                            is_known,
+                            span,
+                            parked,
+                            step: Step::Decoded(event),
+                        });
                     }
                 },
             }
@@ -265,6 +285,7 @@ impl<H: Handler> Consumer<H> {
         tx.commit().await?;
         if buried > 0 {
             letters.iter().for_each(log_dead_letter);
+            letters.iter().for_each(|_| measure::count_delivery("illegible", Delivery::Dead));
         }
         Ok(())
     }
@@ -428,6 +449,7 @@ impl<H: Handler> Consumer<H> {
         crash_point!("consumer.after_commit");
 
         dead.iter().for_each(log_dead_letter);
+        parked.iter().for_each(|parked| measure::count_parked(parked.reason));
         if let Some(nudge) = &self.nudge {
             nudge.nudge();
         }

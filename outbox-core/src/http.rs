@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::error::Error;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use axum::extract::MatchedPath;
 use axum::extract::rejection::QueryRejection;
@@ -21,6 +21,7 @@ use uuid::Uuid;
 use crate::database::is_away;
 use crate::event::Context;
 use crate::jetstream::describe;
+use crate::measure;
 use crate::telemetry::TRACE;
 use crate::trace;
 
@@ -143,12 +144,15 @@ async fn correlate(mut request: Request, next: Next) -> Response {
     let route = request.extensions().get::<MatchedPath>().map_or("", MatchedPath::as_str).to_owned();
     let span = tracing::trace_span!(
         target: TRACE, "request", otel.name = format!("{method} {route}"), otel.kind = "server",
-        http.request.method = %method, http.route = route, http.response.status_code = Empty, correlation_id = id,
+        http.request.method = %method, http.route = route.clone(), http.response.status_code = Empty, correlation_id = id,
     );
     let span = trace::caused_by(span, context.traceparent.as_deref());
     context.traceparent = trace::traceparent(&span).or(context.traceparent);
     request.extensions_mut().insert(context);
+    let started = Instant::now();
     let mut response = next.run(request).instrument(span.clone()).await;
+    let labels = [("method", method.to_string()), ("route", route), ("status", response.status().as_u16().to_string())];
+    metrics::histogram!(measure::HTTP_SECONDS, &labels).record(started.elapsed());
     span.record("http.response.status_code", response.status().as_u16());
     if let Some(Cause(cause)) = response.extensions().get::<Cause>() {
         if response.status() == StatusCode::SERVICE_UNAVAILABLE {

@@ -153,15 +153,20 @@ pub(crate) enum ParkReason {
     Retry,
 }
 
+impl ParkReason {
+    pub(crate) fn as_str(self) -> &'static str {
+        match self {
+            Self::Gap => "gap",
+            Self::Retry => "retry",
+        }
+    }
+}
+
 /// Parks events, or parks them anew under another reason, count and time.
 pub(crate) async fn park(tx: &mut PgConnection, consumer: &str, parked: &[Parked<'_>]) -> Result<(), sqlx::Error> {
     if parked.is_empty() {
         return Ok(());
     }
-    let reason = |reason| match reason {
-        ParkReason::Gap => "gap",
-        ParkReason::Retry => "retry",
-    };
     sqlx::query(PARK)
         .bind(consumer)
         .bind(column(parked, |p| p.envelope.id))
@@ -172,7 +177,7 @@ pub(crate) async fn park(tx: &mut PgConnection, consumer: &str, parked: &[Parked
         .bind(column(parked, |p| p.message.subject.as_str()))
         .bind(column(parked, |p| Json(&p.message.headers)))
         .bind(column(parked, |p| p.message.payload.as_ref()))
-        .bind(column(parked, |p| reason(p.reason)))
+        .bind(column(parked, |p| p.reason.as_str()))
         .bind(column(parked, |p| p.attempts))
         .bind(column(parked, |p| interval(p.wait)))
         .bind(column(parked, |p| p.error.as_deref()))
@@ -301,6 +306,24 @@ pub(crate) async fn accept_gap(tx: &mut PgConnection, consumer: &str, event: &En
     .await?;
     Ok(())
 }
+
+/// What waits in the inbox.
+#[derive(Debug, sqlx::FromRow)]
+pub(crate) struct Waiting {
+    pub(crate) gap: i64,
+    pub(crate) retry: i64,
+    pub(crate) dead: i64,
+}
+
+/// Counts parked events and dead letters.
+pub(crate) async fn count_waiting(db: &PgPool, consumer: &str) -> Result<Waiting, sqlx::Error> {
+    sqlx::query_as(COUNT_WAITING).bind(consumer).fetch_one(db).await
+}
+
+const COUNT_WAITING: &str = "
+SELECT (SELECT count(*) FROM parked_events WHERE consumer = $1 AND reason = 'gap') AS gap,
+       (SELECT count(*) FROM parked_events WHERE consumer = $1 AND reason = 'retry') AS retry,
+       (SELECT count(*) FROM dead_letters WHERE consumer = $1) AS dead";
 
 /// What a consumer gives up on.
 #[derive(Debug)]

@@ -23,6 +23,10 @@ use crate::process::Health;
 /// How long any request to the broker, other than a publish, may take.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 
+/// How long a silent broker is believed to be there before it is asked; three questions without an
+/// answer and the connection is made anew. A network that drops a connection tells nobody.
+const PING_INTERVAL: Duration = Duration::from_secs(5);
+
 /// How often a stream that could not be made is tried.
 const STREAM_RETRY: Duration = Duration::from_secs(1);
 
@@ -82,6 +86,7 @@ impl Broker {
             // An inbox of its own, so that the broker can refuse it everybody else's.
             .custom_inbox_prefix(format!("_INBOX_{service}"))
             .request_timeout(Some(REQUEST_TIMEOUT))
+            .ping_interval(PING_INTERVAL)
             .retry_on_initial_connect()
             .event_callback(log_event(connected))
             .connect(servers)
@@ -93,6 +98,14 @@ impl Broker {
     /// Is there a connection now?
     pub fn is_connected(&self) -> bool {
         self.client.connection_state() == State::Connected
+    }
+
+    /// Messages that the consumer has not been given yet, and those it has not acknowledged yet.
+    pub(crate) async fn lag(&self, subscription: &Subscription) -> Result<(u64, u64), BrokerError> {
+        let context = self.jetstream(REQUEST_TIMEOUT);
+        let stream = context.get_stream_no_info(&subscription.stream.name).await.map_err(request)?;
+        let info = stream.consumer_info(&subscription.durable).await.map_err(request)?;
+        Ok((info.num_pending, info.num_ack_pending as u64))
     }
 
     /// Waits until what was sent, acknowledgements above all, has left this process. Without a
@@ -326,12 +339,20 @@ pub(crate) struct PublishFailure {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum FailureKind {
+    /// No ack in time; may pass.
+    Timeout,
     /// May pass; says nothing about the message.
     Transient,
     /// This message will never be taken.
     Permanent,
     /// An answer that is neither known to pass nor known to stay.
     Unrecognised,
+}
+
+impl FailureKind {
+    pub(crate) fn may_pass(self) -> bool {
+        matches!(self, Self::Timeout | Self::Transient)
+    }
 }
 
 impl PublishFailure {
@@ -348,10 +369,10 @@ fn classify(error: &PublishError) -> PublishFailure {
     use std::error::Error as _;
     let refusal = error.source().and_then(|source| source.downcast_ref::<jetstream::Error>());
     let kind = match error.kind() {
-        PublishErrorKind::StreamNotFound
-        | PublishErrorKind::TimedOut
-        | PublishErrorKind::BrokenPipe
-        | PublishErrorKind::MaxAckPending => FailureKind::Transient,
+        PublishErrorKind::TimedOut => FailureKind::Timeout,
+        PublishErrorKind::StreamNotFound | PublishErrorKind::BrokenPipe | PublishErrorKind::MaxAckPending => {
+            FailureKind::Transient
+        }
         PublishErrorKind::MaxPayloadExceeded => FailureKind::Permanent,
         _ => refusal.map_or(FailureKind::Unrecognised, |refusal| kind_of(refusal.error_code())),
     };

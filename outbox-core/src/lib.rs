@@ -12,6 +12,7 @@ pub mod config;
 #[doc(hidden)]
 pub mod crash;
 pub mod http;
+pub mod measure;
 pub mod telemetry;
 
 mod backoff;
@@ -19,6 +20,7 @@ mod consumer;
 mod consuming;
 mod database;
 mod event;
+mod gauges;
 mod handler;
 mod inbox;
 mod jetstream;
@@ -33,6 +35,7 @@ pub use backoff::Backoff;
 pub use consumer::{Consumer, ConsumerError, Delivery};
 pub use database::{is_away, migrate, pool};
 pub use event::{AggregateVersion, Context, Envelope, Event, MESSAGE_ID, Message, StreamPosition, WireError};
+pub use gauges::Gauges;
 pub use handler::{HandleError, Handler, Incoming};
 pub use jetstream::{Broker, BrokerError, Stream, StreamName, Subscription};
 pub use outbox::{AppendError, NewEvent, append, append_all, source, write_source};

@@ -14,6 +14,7 @@ use uuid::Uuid;
 
 use crate::event::{AggregateVersion, Context, Event};
 use crate::jetstream::StreamName;
+use crate::measure;
 
 /// Why an event was not appended. The caller's transaction must be rolled back.
 #[derive(Debug, thiserror::Error)]
@@ -93,6 +94,7 @@ pub async fn append_all(tx: &mut PgConnection, events: &[NewEvent]) -> Result<()
         .bind(column(events, |e| e.headers.as_str()))
         .execute(tx)
         .await?;
+    events.iter().for_each(|event| measure::count(measure::APPENDED, event.event_type));
     Ok(())
 }
 
@@ -119,6 +121,8 @@ pub(crate) struct Claim {
     pub(crate) events: Vec<ClaimedEvent>,
     /// Candidates seen, taken or not.
     pub(crate) seen: usize,
+    /// Of these, those whose lease another relay had let run out.
+    pub(crate) expired: usize,
     /// Where the next search may start if this claim was full and took its share.
     pub(crate) floor_before_oldest: Option<Floor>,
     /// Where the next search may start if this claim was full and took almost nothing.
@@ -180,6 +184,7 @@ pub(crate) async fn claim(
     Ok(Claim {
         lease_id,
         seen: first.try_get::<i64, _>("seen")? as usize,
+        expired: first.try_get::<i64, _>("expired")? as usize,
         floor_before_oldest: first.try_get::<Option<String>, _>("floor_before_oldest")?.map(Floor),
         floor_past_newest: first.try_get::<Option<String>, _>("floor_past_newest")?.map(Floor),
         events: rows.iter().filter_map(|row| claimed_event(row).transpose()).collect::<Result<_, _>>()?,
@@ -214,7 +219,7 @@ fn claimed_event(row: &PgRow) -> Result<Option<ClaimedEvent>, sqlx::Error> {
 /// The summary comes on every row, and on a row of its own where nothing was taken.
 const CLAIM: &str = "
 WITH candidates AS (
-    SELECT event_id, aggregate_type, aggregate_id, aggregate_sequence, created_at
+    SELECT event_id, aggregate_type, aggregate_id, aggregate_sequence, created_at, lock_until
     FROM outbox_deliveries
     WHERE published_at IS NULL AND failed_at IS NULL AND next_attempt_at <= now()
       AND (lock_until IS NULL OR lock_until < now())
@@ -248,7 +253,7 @@ WITH candidates AS (
     WHERE delivery.event_id = judged.event_id AND (judged.free OR judged.until > now())
     RETURNING delivery.event_id, delivery.attempts, judged.free
 ), summary AS (
-    SELECT count(*) AS seen,
+    SELECT count(*) AS seen, count(lock_until) AS expired,
            (min(created_at) - interval '5 seconds')::text AS floor_before_oldest,
            (max(created_at) + interval '1 microsecond')::text AS floor_past_newest
     FROM candidates
@@ -261,10 +266,10 @@ FROM summary
 LEFT JOIN (taken JOIN outbox_events event USING (event_id)) ON taken.free
 ORDER BY event.aggregate_type, event.aggregate_id, event.aggregate_sequence";
 
-/// Records that the stream has these events. Returns how many were still under this lease.
-pub(crate) async fn mark_published(db: &PgPool, lease_id: Uuid, ids: &[Uuid]) -> Result<usize, sqlx::Error> {
-    let done = sqlx::query(MARK_PUBLISHED).bind(ids).bind(lease_id).execute(db).await?;
-    Ok(done.rows_affected() as usize)
+/// Records that the stream has these events. Returns those that were still under this lease, with the
+/// seconds from append to now.
+pub(crate) async fn mark_published(db: &PgPool, lease_id: Uuid, ids: &[Uuid]) -> Result<Vec<(Uuid, f64)>, sqlx::Error> {
+    sqlx::query_as(MARK_PUBLISHED).bind(ids).bind(lease_id).fetch_all(db).await
 }
 
 const MARK_PUBLISHED: &str = "
@@ -277,7 +282,8 @@ WITH mine AS (
 UPDATE outbox_deliveries delivery
 SET published_at = now(), locked_by = NULL, lease_id = NULL, lock_until = NULL
 FROM mine
-WHERE delivery.event_id = mine.event_id";
+WHERE delivery.event_id = mine.event_id
+RETURNING delivery.event_id, extract(epoch FROM now() - delivery.created_at)::float8";
 
 /// Makes the lease of these events last `lease` from now. Returns how many were still under it.
 pub(crate) async fn renew(db: &PgPool, lease_id: Uuid, lease: Duration, ids: &[Uuid]) -> Result<usize, sqlx::Error> {
@@ -354,6 +360,56 @@ SET attempts = attempts + 1, last_error = mine.error,
     locked_by = NULL, lease_id = NULL, lock_until = NULL
 FROM mine
 WHERE delivery.event_id = mine.event_id";
+
+/// What waits in the outbox.
+#[derive(Debug)]
+pub(crate) struct Waiting {
+    pub(crate) oldest_age_seconds: f64,
+    pub(crate) by_state: [(&'static str, i64); 5],
+}
+
+/// Counts unpublished events by state, and the age of the oldest that should be on its way.
+pub(crate) async fn count_unpublished(db: &PgPool) -> Result<Waiting, sqlx::Error> {
+    let row = sqlx::query(COUNT_UNPUBLISHED).fetch_one(db).await?;
+    let count = |state| Ok::<_, sqlx::Error>((state, row.try_get(state)?));
+    Ok(Waiting {
+        oldest_age_seconds: row.try_get("oldest_age")?,
+        by_state: [count("ready")?, count("scheduled")?, count("leased")?, count("blocked")?, count("failed")?],
+    })
+}
+
+/// Reads the partial index of unpublished events, and no more than 100,000 of them: retained events
+/// cost nothing, a backlog costs little. The states are those of ARCHITECTURE, first that fits; a
+/// follower that no claim has put off yet counts as ready.
+const COUNT_UNPUBLISHED: &str = "
+WITH unpublished AS (
+    SELECT aggregate_type, aggregate_id, aggregate_sequence, created_at, failed_at, lock_until, next_attempt_at
+    FROM outbox_deliveries
+    WHERE published_at IS NULL
+    ORDER BY created_at
+    LIMIT 100000
+), first_failed AS (
+    SELECT aggregate_type, aggregate_id, min(aggregate_sequence) AS aggregate_sequence
+    FROM unpublished
+    WHERE failed_at IS NOT NULL
+    GROUP BY aggregate_type, aggregate_id
+), judged AS (
+    SELECT unpublished.created_at,
+           CASE WHEN unpublished.failed_at IS NOT NULL THEN 'failed'
+                WHEN unpublished.lock_until > now() THEN 'leased'
+                WHEN unpublished.aggregate_sequence > first_failed.aggregate_sequence THEN 'blocked'
+                WHEN unpublished.next_attempt_at > now() THEN 'scheduled'
+                ELSE 'ready' END AS state
+    FROM unpublished LEFT JOIN first_failed USING (aggregate_type, aggregate_id)
+)
+SELECT count(*) FILTER (WHERE state = 'ready') AS ready,
+       count(*) FILTER (WHERE state = 'scheduled') AS scheduled,
+       count(*) FILTER (WHERE state = 'leased') AS leased,
+       count(*) FILTER (WHERE state = 'blocked') AS blocked,
+       count(*) FILTER (WHERE state = 'failed') AS failed,
+       coalesce(extract(epoch FROM clock_timestamp() - min(created_at)
+                FILTER (WHERE state NOT IN ('failed', 'blocked'))), 0)::float8 AS oldest_age
+FROM judged";
 
 /// Says whose outbox this database holds, for [`source`].
 ///

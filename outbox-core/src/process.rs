@@ -24,8 +24,8 @@ use tokio_util::task::TaskTracker;
 use crate::config::ProcessConfig;
 use crate::database::{is_away, migrate};
 use crate::jetstream::{Broker, StreamName, describe};
+use crate::measure;
 use crate::outbox::write_source;
-use crate::telemetry;
 
 /// What readiness waits for before anything else: that all of the process's tasks run.
 const START: &str = "start";
@@ -48,6 +48,8 @@ pub struct Process {
 impl Process {
     /// A process without tasks yet.
     pub fn new(config: &ProcessConfig) -> Self {
+        // Before the first metric is counted.
+        let _ = measure::handle();
         let process = Self {
             tasks: JoinSet::new(),
             names: HashMap::new(),
@@ -79,6 +81,7 @@ impl Process {
     pub fn supervise(&mut self, name: &'static str, task: impl Future<Output = ()> + Send + 'static) {
         let handle = self.tasks.spawn(task);
         self.names.insert(handle.id(), name);
+        metrics::gauge!(measure::TASK_UP, "task" => name).set(1.0);
     }
 
     /// Serves `router` until the shutdown, then lets open requests finish for half the grace period.
@@ -163,6 +166,7 @@ impl Process {
         let task = self.names.get(&id).copied().unwrap_or("unnamed");
         tracing::error!(task, how, "a task ended that must not; stopping");
         self.health.fail(task, how);
+        metrics::gauge!(measure::TASK_UP, "task" => task).set(0.0);
     }
 }
 
@@ -221,7 +225,7 @@ pub fn admin(health: Health, db: PgPool, broker: Broker) -> Router {
         .route("/health/live", get(|| async { "live\n" }))
         .route("/health/ready", get(ready))
         .route("/metrics", get(metrics_page))
-        .with_state(Admin { health, db, broker, metrics: telemetry::metrics_handle() })
+        .with_state(Admin { health, db, broker, metrics: measure::handle() })
 }
 
 #[derive(Clone)]

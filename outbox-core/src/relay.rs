@@ -4,7 +4,7 @@
 //! between any two of these; what it had claimed is then published, again perhaps, by whoever
 //! claims it once the lease has run out.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::panic::AssertUnwindSafe;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -21,8 +21,9 @@ use crate::config::RelayConfig;
 use crate::crash_point;
 use crate::event::{Context, Envelope, Message, WireError};
 use crate::jetstream::{FailureKind, PublishFailure, Stream, describe, permanent};
+use crate::measure;
 use crate::outbox::{self, Claim, ClaimedEvent, Failure, Floor};
-use crate::telemetry::{self, TRACE, names};
+use crate::telemetry::TRACE;
 use crate::trace;
 
 /// Wakes a relay: given to whoever commits events. A hint that may get lost; the relay polls anyway.
@@ -90,6 +91,10 @@ struct Search {
 impl Relay {
     /// A relay of the outbox in `db` to `stream`.
     pub fn new(db: PgPool, stream: Stream, config: RelayConfig) -> Self {
+        // An alert on a counter needs its 0.
+        for name in [measure::BROKER_DUPLICATES, measure::EXPIRED_LEASES, measure::LOST_LEASES] {
+            metrics::counter!(name).increment(0);
+        }
         let search = Mutex::new(Search { floor: Floor::none(), raised_at: Instant::now() });
         // For people who look at a lease: which process of which host holds it.
         let host = std::env::var("HOSTNAME").unwrap_or_else(|_| "localhost".to_owned());
@@ -166,20 +171,30 @@ impl Relay {
     }
 
     async fn step(&self, shutdown: &CancellationToken) -> Result<Published, RelayError> {
+        let started = Instant::now();
         let lease = Lease::starting_now(self.config.relay_lease);
         let claim = self.claim().await?;
         if !claim.events.is_empty() {
             crash_point!("relay.after_claim");
         }
         let outcomes = self.publish(&claim, &lease, shutdown).await;
-        self.settle(&claim, &lease, outcomes).await
+        let batch = self.settle(&claim, &lease, outcomes).await?;
+        if batch.claimed > 0 {
+            metrics::histogram!(measure::BATCH_SECONDS).record(started.elapsed());
+        }
+        Ok(batch)
     }
 
     async fn claim(&self) -> Result<Claim, RelayError> {
         let floor = self.floor();
+        let started = Instant::now();
         let claim =
             outbox::claim(&self.db, &self.worker, self.config.relay_lease, self.config.relay_batch, &floor).await?;
-        metrics::histogram!(names::CLAIMED).record(claim.events.len() as f64);
+        metrics::histogram!(measure::CLAIM_SECONDS).record(started.elapsed());
+        metrics::counter!(measure::EXPIRED_LEASES).increment(claim.expired as u64);
+        if !claim.events.is_empty() {
+            metrics::histogram!(measure::CLAIMED).record(claim.events.len() as f64);
+        }
         self.move_floor(&claim);
         Ok(claim)
     }
@@ -260,13 +275,13 @@ impl Relay {
         let result = match tokio::time::timeout(self.config.relay_publish_timeout, publishing).await {
             Ok(Ok(result)) => result,
             Ok(Err(_panic)) => Err(permanent("publishing it panicked".to_owned())),
-            Err(_elapsed) => Err(PublishFailure::new(FailureKind::Transient, "no ack in time".to_owned())),
+            Err(_elapsed) => Err(PublishFailure::new(FailureKind::Timeout, "no ack in time".to_owned())),
         };
-        metrics::histogram!(names::PUBLISH_SECONDS).record(started.elapsed());
+        metrics::histogram!(measure::PUBLISH_SECONDS).record(started.elapsed());
         match &result {
-            Ok(ack) if ack.duplicate => metrics::counter!(names::BROKER_DUPLICATES).increment(1),
+            Ok(ack) if ack.duplicate => metrics::counter!(measure::BROKER_DUPLICATES).increment(1),
             Ok(_) => {}
-            Err(failure) => telemetry::count_publish_failure(failure.kind),
+            Err(failure) => measure::count_publish_failure(&event.event_type, failure.kind),
         }
         result.map(|_ack| ())
     }
@@ -302,9 +317,8 @@ impl Relay {
     /// Writes down what became of the batch.
     async fn settle(&self, claim: &Claim, lease: &Lease, outcomes: Vec<Outcome<'_>>) -> Result<Published, RelayError> {
         let mut batch = Published { seen: claim.seen, claimed: claim.events.len(), ..Published::default() };
-        let is_transient =
-            |outcome: &Outcome<'_>| matches!(&outcome.result, Err(failure) if failure.kind == FailureKind::Transient);
-        batch.outage = !outcomes.is_empty() && outcomes.iter().all(is_transient);
+        let may_pass = |outcome: &Outcome<'_>| matches!(&outcome.result, Err(failure) if failure.kind.may_pass());
+        batch.outage = !outcomes.is_empty() && outcomes.iter().all(may_pass);
 
         let mut unsettled: HashSet<Uuid> = claim.events.iter().map(|event| event.id).collect();
         let mut published = Vec::new();
@@ -324,9 +338,11 @@ impl Relay {
         let mut kept = 0;
         if !published.is_empty() {
             crash_point!("relay.after_ack");
-            batch.published = lease.retry(|| outbox::mark_published(&self.db, lease_id, &published)).await?;
+            let marked = lease.retry(|| outbox::mark_published(&self.db, lease_id, &published)).await?;
             crash_point!("relay.after_mark");
+            batch.published = marked.len();
             kept += batch.published;
+            count_published(claim, &marked);
         }
         if !failures.is_empty() {
             let recorded = lease.retry(|| outbox::record_failures(&self.db, lease_id, &failures)).await?;
@@ -346,7 +362,7 @@ impl Relay {
     fn failure(&self, event: &ClaimedEvent, failure: PublishFailure) -> Failure {
         let attempt = event.attempts as u32 + 1;
         let is_final = match failure.kind {
-            FailureKind::Transient => false,
+            FailureKind::Timeout | FailureKind::Transient => false,
             FailureKind::Permanent => true,
             FailureKind::Unrecognised => attempt >= self.config.relay_max_attempts,
         };
@@ -355,6 +371,7 @@ impl Relay {
         let (correlation_id, trace_id) =
             (event.header("correlationid"), event.header("traceparent").map(trace::trace_id));
         if is_final {
+            measure::count(measure::FAILED, &event.event_type);
             tracing::error!(%event_id, %aggregate_id, correlation_id, trace_id, attempt, reason, "the event cannot be published");
         } else {
             tracing::warn!(%event_id, %aggregate_id, correlation_id, trace_id, attempt, reason, "the event was not published yet");
@@ -364,11 +381,9 @@ impl Relay {
 
     fn report(&self, claim: &Claim, batch: &Published) {
         if batch.lost > 0 {
-            metrics::counter!(names::LOST_LEASES).increment(batch.lost as u64);
+            metrics::counter!(measure::LOST_LEASES).increment(batch.lost as u64);
             tracing::warn!(events = batch.lost, lease_id = %claim.lease_id, "the lease was lost before its events were settled");
         }
-        metrics::counter!(names::PUBLISHED).increment(batch.published as u64);
-        metrics::counter!(names::FAILED).increment(batch.failed as u64);
     }
 
     /// Waits, ever longer, until the broker has the stream and it is fit. Returns the connection on
@@ -423,9 +438,9 @@ impl Lease {
     }
 
     /// Tries to settle for as long as the lease lasts: what is not marked is published again.
-    async fn retry<F>(&self, settle: impl Fn() -> F) -> Result<usize, sqlx::Error>
+    async fn retry<T, F>(&self, settle: impl Fn() -> F) -> Result<T, sqlx::Error>
     where
-        F: Future<Output = Result<usize, sqlx::Error>>,
+        F: Future<Output = Result<T, sqlx::Error>>,
     {
         loop {
             match settle().await {
@@ -435,6 +450,17 @@ impl Lease {
                 }
                 result => return result,
             }
+        }
+    }
+}
+
+fn count_published(claim: &Claim, marked: &[(Uuid, f64)]) {
+    let seconds: HashMap<Uuid, f64> = marked.iter().copied().collect();
+    for event in &claim.events {
+        if let Some(seconds) = seconds.get(&event.id) {
+            measure::count(measure::PUBLISHED, &event.event_type);
+            metrics::histogram!(measure::APPEND_TO_ACK_SECONDS).record(*seconds);
+            metrics::histogram!(measure::ATTEMPTS).record(f64::from(event.attempts + 1));
         }
     }
 }

@@ -12,8 +12,8 @@ use std::process::ExitCode;
 
 use outbox_core::config::{RelayMode, Switch};
 use outbox_core::{
-    Broker, Consumer, Nudge, Process, Relay, Retention, Stream, StreamName, Subscription, admin, bind, check_health,
-    forward_nudges, migrate_and_exit,
+    Broker, Consumer, Gauges, Nudge, Process, Relay, Retention, Stream, StreamName, Subscription, admin, bind,
+    check_health, forward_nudges, migrate_and_exit,
 };
 use sqlx::migrate::Migrator;
 
@@ -86,7 +86,9 @@ async fn run_with(gateway: impl Gateway, config: Config) -> Result<ExitCode, Str
     process.supervise("retention", retention.run(process.shutdown()));
     let orders = Subscription { stream: orders::stream(), durable: SERVICE.to_owned() };
     let handler = Orders::new(db.clone(), gateway);
-    let consumer = Consumer::new(db.clone(), orders, handler, config.consumer).nudging(nudge);
+    let consumer = Consumer::new(db.clone(), orders.clone(), handler, config.consumer).nudging(nudge);
+    let gauges = Gauges::new(db.clone()).with_consumer(broker.clone(), orders);
+    process.supervise("gauges", gauges.run(process.shutdown()));
     process.supervise("consumer", consumer.run(broker, process.health(), process.shutdown()));
     process.serve("http", http_listener, http::router(db));
     Ok(process.run().await)

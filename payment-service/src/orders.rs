@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 
+use outbox_core::measure;
 use outbox_core::telemetry::TRACE;
 use outbox_core::{Envelope, HandleError, Handler, Incoming, NewEvent, WireError, append_all};
 use serde::Deserialize;
@@ -95,7 +96,12 @@ impl<G: Gateway> Handler for Orders<G> {
                 let Money { amount, currency } = total.clone();
                 let charge = Charge { payment_id: envelope.id, order_id: *order_id, amount, currency };
                 let charging = self.gateway.charge(envelope.id, &charge).instrument(gateway_span("charge"));
-                charging.await.map(Prepared::Charged).map_err(refusal)
+                let answer = charging.await;
+                count_call("charge", &answer, |charged| match charged {
+                    Charged::Captured { .. } => "done",
+                    Charged::Declined { .. } => "declined",
+                });
+                answer.map(Prepared::Charged).map_err(refusal)
             }
             OrderEvent::Cancelled(Cancelled { order_id }) => {
                 let payment = payment::find_by_order(&self.db, *order_id).await?;
@@ -103,7 +109,9 @@ impl<G: Gateway> Handler for Orders<G> {
                     return Ok(Prepared::NothingToRefund);
                 };
                 let refunding = self.gateway.refund(envelope.id, &refund).instrument(gateway_span("refund"));
-                refunding.await.map_err(refusal)?;
+                let answer = refunding.await;
+                count_call("refund", &answer, |()| "done");
+                answer.map_err(refusal)?;
                 Ok(Prepared::Refunded)
             }
         }
@@ -153,6 +161,15 @@ fn taken(error: sqlx::Error) -> HandleError {
         Some("payments_one_per_order") => HandleError::Reject("the order has a payment already".to_owned()),
         _ => error.into(),
     }
+}
+
+fn count_call<A>(call: &'static str, answer: &Result<A, GatewayError>, outcome: impl Fn(&A) -> &'static str) {
+    let outcome = match answer {
+        Ok(answer) => outcome(answer),
+        Err(GatewayError::Rejected(_)) => "rejected",
+        Err(GatewayError::Transient(_)) => "transient",
+    };
+    metrics::counter!(measure::GATEWAY_CALLS, "call" => call, "outcome" => outcome).increment(1);
 }
 
 fn gateway_span(request: &str) -> Span {

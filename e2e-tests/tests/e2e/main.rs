@@ -11,6 +11,7 @@ mod http_idempotency;
 mod http_orders;
 mod http_outages;
 mod http_payments;
+mod metrics;
 mod nemesis;
 mod outbox;
 mod process;

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use clap::{Parser, Subcommand};
 use outbox_core::config::{BrokerConfig, DatabaseConfig, ProcessConfig, RelayConfig, StreamConfig};
-use outbox_core::{Broker, Process, Relay, Stream, StreamName, admin, bind, check_health, receive_nudges};
+use outbox_core::{Broker, Gauges, Process, Relay, Stream, StreamName, admin, bind, check_health, receive_nudges};
 use sqlx::PgPool;
 
 /// Publishes the outbox of the service whose database it is given.
@@ -70,6 +70,7 @@ async fn run(config: Config) -> Result<ExitCode, String> {
     process.serve("admin", admin_listener, admin(process.health(), db.clone(), broker));
     process.supervise("stream", stream.clone().keep(process.health(), process.shutdown()));
     let relay = Relay::new(db.clone(), stream, config.relaying);
+    process.supervise("gauges", Gauges::new(db.clone()).run(process.shutdown()));
     process.supervise("nudges", receive_nudges(db, relay.nudge(), process.shutdown()));
     process.supervise("relay", relay.run(process.shutdown()));
     Ok(process.run().await)
