@@ -10,7 +10,7 @@ use axum::routing::{get, post};
 use axum::{Json, Router};
 use iso_currency::Currency;
 use outbox_core::http::{Problem, is_visible_ascii, json_body, run_to_end, single, with_context};
-use outbox_core::{Context, Nudge, append, crash_point};
+use outbox_core::{Context, Health, Nudge, append, crash_point};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
@@ -37,13 +37,13 @@ struct App {
 }
 
 /// The service's routes. `relay` is woken after each commit; `writes` run to their end.
-pub fn router(db: PgPool, relay: Nudge, writes: TaskTracker) -> Router {
+pub fn router(db: PgPool, relay: Nudge, writes: TaskTracker, health: Health) -> Router {
     let routes = Router::new()
         .route("/orders", post(place).get(list))
         .route("/orders/{id}", get(show))
         .route("/orders/{id}/cancel", post(cancel))
         .with_state(App { db, relay, writes });
-    with_context(routes)
+    with_context(routes, health)
 }
 
 async fn place(

@@ -11,8 +11,8 @@ use std::process::ExitCode;
 
 use outbox_core::config::{RelayMode, Switch};
 use outbox_core::{
-    Broker, Consumer, Gauges, Nudge, Process, Relay, Retention, Stream, StreamName, Subscription, admin, bind,
-    check_health, forward_nudges, migrate_and_exit,
+    Broker, Consumer, Gauges, Process, Relay, Retention, Stream, StreamName, Subscription, admin, bind, check_health,
+    forward_nudges, migrate_and_exit,
 };
 use sqlx::migrate::Migrator;
 
@@ -48,35 +48,29 @@ pub async fn run(config: Config) -> Result<ExitCode, String> {
     let mut process = Process::new(&config.process);
     let admin_listener = bind("ADMIN_ADDR", config.admin_addr).await?;
     let http_listener = bind("HTTP_ADDR", config.http_addr).await?;
+    let name = stream();
+    let stream = Stream::new(broker.clone(), name.clone(), config.stream, config.relaying.relay_publish_timeout);
+    let relay = Relay::new(db.clone(), stream.clone(), config.relaying);
+    let nudge = relay.nudge();
     process.serve("admin", admin_listener, admin(process.health(), db.clone(), broker.clone()));
+    process.serve("http", http_listener, http::router(db.clone(), nudge.clone(), process.writes(), process.health()));
     let migrations = (config.migrate == Switch::On).then(migrations);
-    if let Some(code) = process.prepare_database(&db, migrations, &stream()).await {
+    if let Some(code) = process.prepare_database(&db, migrations, &name).await {
         return Ok(code);
     }
 
-    let stream = Stream::new(broker.clone(), stream(), config.stream, config.relaying.relay_publish_timeout);
-    process.supervise("stream", stream.clone().keep(process.health(), process.shutdown()));
-    let nudge = match config.relay {
-        RelayMode::Embedded => {
-            let relay = Relay::new(db.clone(), stream, config.relaying);
-            let nudge = relay.nudge();
-            process.supervise("relay", relay.run(process.shutdown()));
-            nudge
-        }
-        RelayMode::Off => {
-            let nudge = Nudge::default();
-            process.supervise("nudges", forward_nudges(db.clone(), nudge.clone(), process.shutdown()));
-            nudge
-        }
-    };
+    process.supervise("stream", stream.keep(process.health(), process.shutdown()));
+    match config.relay {
+        RelayMode::Embedded => process.supervise("relay", relay.run(process.shutdown())),
+        RelayMode::Off => process.supervise("nudges", forward_nudges(db.clone(), nudge.clone(), process.shutdown())),
+    }
     let retention = Retention::new(db.clone(), &config.consumer.retention);
     let retention = retention.also("idempotency_keys", order::DELETE_KEYS, config.idempotency_retention);
     process.supervise("retention", retention.run(process.shutdown()));
     let payments = Subscription { stream: payments::stream(), durable: SERVICE.to_owned() };
-    let consumer = Consumer::new(db.clone(), payments.clone(), Payments, config.consumer).nudging(nudge.clone());
-    let gauges = Gauges::new(db.clone()).with_consumer(broker.clone(), payments);
+    let consumer = Consumer::new(db.clone(), payments.clone(), Payments, config.consumer).nudging(nudge);
+    let gauges = Gauges::new(db).with_consumer(broker.clone(), payments);
     process.supervise("gauges", gauges.run(process.shutdown()));
     process.supervise("consumer", consumer.run(broker, process.health(), process.shutdown()));
-    process.serve("http", http_listener, http::router(db, nudge, process.writes()));
     Ok(process.run().await)
 }

@@ -123,6 +123,10 @@ impl RelayConfig {
     /// One line that names the setting, its value and its bound.
     pub fn check(&self) -> Result<(), String> {
         at_least("RELAY_LEASE", self.relay_lease, "RELAY_PUBLISH_TIMEOUT", self.relay_publish_timeout)?;
+        if self.relay_lease == self.relay_publish_timeout {
+            let length = humantime::format_duration(self.relay_lease);
+            return Err(format!("RELAY_LEASE is {length}, which is not longer than RELAY_PUBLISH_TIMEOUT ({length})"));
+        }
         at_least("RELAY_POLL_MAX", self.relay_poll_max, "RELAY_POLL_MIN", self.relay_poll_min)?;
         at_least("RELAY_BACKOFF_MAX", self.relay_backoff_max, "RELAY_BACKOFF_BASE", self.relay_backoff_base)
     }

@@ -35,7 +35,8 @@ impl<H: Handler> Consumer<H> {
     }
 
     async fn run_parked(&self, shutdown: &CancellationToken) {
-        while shutdown.run_until_cancelled(tokio::time::sleep(PARKED_POLL)).await.is_some() {
+        let poll = PARKED_POLL.min(self.config.consumer_backoff_max);
+        while shutdown.run_until_cancelled(tokio::time::sleep(poll)).await.is_some() {
             let is_full = |handled: &Vec<Delivery>| handled.len() == self.config.consumer_batch;
             // A database that is away is reported by the other loop.
             while let Ok((handled, woken)) = self.handle_parked().await

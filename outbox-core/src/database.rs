@@ -23,19 +23,24 @@ fn outbox_migrations() -> Migrator {
 /// # Errors
 /// One line that names the setting where the URL cannot be read.
 pub fn pool(config: &DatabaseConfig, service: &str) -> Result<PgPool, String> {
-    if !["postgres://", "postgresql://"].iter().any(|scheme| config.database_url.starts_with(scheme)) {
-        return Err("DATABASE_URL: must begin with postgres://".to_owned());
+    let options = connect_options("DATABASE_URL", &config.database_url, service)?;
+    let pool = PgPoolOptions::new().max_connections(config.database_pool).acquire_timeout(Duration::from_secs(3));
+    Ok(pool.connect_lazy_with(options))
+}
+
+/// How to connect to the database at `url`, which `setting` names where it cannot be read.
+pub(crate) fn connect_options(setting: &str, url: &str, application: &str) -> Result<PgConnectOptions, String> {
+    if !["postgres://", "postgresql://"].iter().any(|scheme| url.starts_with(scheme)) {
+        return Err(format!("{setting}: must begin with postgres://"));
     }
-    let options = PgConnectOptions::from_str(&config.database_url).map_err(|error| format!("DATABASE_URL: {error}"))?;
-    let options = options.application_name(service).options([
+    let options = PgConnectOptions::from_str(url).map_err(|error| format!("{setting}: {error}"))?;
+    Ok(options.application_name(application).options([
         // No wait without an end, whatever happens to the other side.
         ("statement_timeout", "30s"),
         ("lock_timeout", "10s"),
         ("idle_in_transaction_session_timeout", "30s"),
         ("tcp_user_timeout", "15s"),
-    ]);
-    let pool = PgPoolOptions::new().max_connections(config.database_pool).acquire_timeout(Duration::from_secs(3));
-    Ok(pool.connect_lazy_with(options))
+    ]))
 }
 
 /// Brings the shared tables and then the service's own up to date. Safe with many replicas at once:

@@ -122,7 +122,7 @@ pub enum WireError {
 const ENCODED: &AsciiSet = &CONTROLS.add(b' ').add(b'"').add(b'%');
 
 const SPEC_VERSION: &str = "ce-specversion";
-const ID: &str = "ce-id";
+pub(crate) const ID: &str = "ce-id";
 const SOURCE: &str = "ce-source";
 const TYPE: &str = "ce-type";
 const TIME: &str = "ce-time";

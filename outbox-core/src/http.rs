@@ -8,7 +8,7 @@ use axum::extract::MatchedPath;
 use axum::extract::rejection::QueryRejection;
 use axum::extract::{Request, State};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
-use axum::middleware::{Next, from_fn};
+use axum::middleware::{Next, from_fn, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::{Json, Router};
 use serde_json::json;
@@ -22,6 +22,7 @@ use crate::database::is_away;
 use crate::event::Context;
 use crate::jetstream::describe;
 use crate::measure;
+use crate::process::Health;
 use crate::telemetry::TRACE;
 use crate::trace;
 
@@ -127,14 +128,24 @@ impl IntoResponse for Problem {
 }
 
 /// Adds to a service's routes what all of them have: problems for unknown paths and methods, the
-/// correlation id of each request as a [`Context`] extension, and one log line for each failure.
-pub fn with_context(routes: Router) -> Router {
+/// correlation id of each request as a [`Context`] extension, and one log line for each failure. Until
+/// the process has started, its database above all, the answer is 503.
+pub fn with_context(routes: Router, health: Health) -> Router {
     routes
         .fallback(|| async { Problem::not_found("there is no such resource") })
         .method_not_allowed_fallback(|| async {
             Problem::new(StatusCode::METHOD_NOT_ALLOWED, "the resource does not support this method")
         })
+        .layer(from_fn_with_state(health, refuse_until_started))
         .layer(from_fn(correlate))
+}
+
+async fn refuse_until_started(State(health): State<Health>, request: Request, next: Next) -> Response {
+    if health.is_starting() {
+        let detail = "the service is still starting; try again soon";
+        return Problem::new(StatusCode::SERVICE_UNAVAILABLE, detail).into_response();
+    }
+    next.run(request).await
 }
 
 async fn correlate(mut request: Request, next: Next) -> Response {

@@ -21,7 +21,7 @@ use crate::event::{Message, StreamPosition};
 use crate::process::Health;
 
 /// How long any request to the broker, other than a publish, may take.
-const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
+pub(crate) const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// How long a silent broker is believed to be there before it is asked; three questions without an
 /// answer and the connection is made anew. A network that drops a connection tells nobody.
@@ -129,7 +129,7 @@ impl Broker {
         }
     }
 
-    fn jetstream(&self, timeout: Duration) -> JetStream {
+    pub(crate) fn jetstream(&self, timeout: Duration) -> JetStream {
         ContextBuilder::new().timeout(timeout).build(self.client.clone())
     }
 
@@ -314,7 +314,7 @@ fn age(stream: &stream::Stream) -> Duration {
     if max_age.is_zero() { Duration::MAX } else { max_age }
 }
 
-async fn get_stream(context: &JetStream, name: &str) -> Result<stream::Stream, BrokerError> {
+pub(crate) async fn get_stream(context: &JetStream, name: &str) -> Result<stream::Stream, BrokerError> {
     context.get_stream(name).await.map_err(|error| match error.kind() {
         GetStreamErrorKind::JetStream(cause) if cause.error_code() == ErrorCode::STREAM_NOT_FOUND => {
             BrokerError::NoStream(name.to_owned())
@@ -446,7 +446,7 @@ fn log_event(connections: watch::Sender<u64>) -> impl Fn(async_nats::Event) -> s
     }
 }
 
-fn request(error: impl std::error::Error) -> BrokerError {
+pub(crate) fn request(error: impl std::error::Error) -> BrokerError {
     BrokerError::Request(describe(&error))
 }
 

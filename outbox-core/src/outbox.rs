@@ -191,7 +191,7 @@ pub(crate) async fn claim(
     })
 }
 
-fn claimed_event(row: &PgRow) -> Result<Option<ClaimedEvent>, sqlx::Error> {
+pub(crate) fn claimed_event(row: &PgRow) -> Result<Option<ClaimedEvent>, sqlx::Error> {
     let Some(id) = row.try_get("event_id")? else { return Ok(None) };
     Ok(Some(ClaimedEvent {
         id,
@@ -208,10 +208,12 @@ fn claimed_event(row: &PgRow) -> Result<Option<ClaimedEvent>, sqlx::Error> {
 
 /// candidates: what is due and free, oldest first, from the floor on. SKIP LOCKED lets relays claim
 ///   at once without waiting for each other; the locks last for this statement.
-/// judged: what holds each candidate back. An earlier unpublished event of its aggregate that this
-///   claim does not hold too does: SKIP LOCKED may have stepped over it, another relay may be
-///   publishing it, it may be in backoff, or failed. This reads the statement's snapshot, which is
-///   safe because published_at never returns to NULL and an aggregate's events commit in order.
+/// blockers: the first unpublished event of each aggregate that is not a candidate too. SKIP LOCKED
+///   may have stepped over it, another relay may be publishing it, it may be in backoff, or failed.
+///   This reads the statement's snapshot, which is safe because published_at never returns to NULL and
+///   an aggregate's events commit in order. MATERIALIZED, so that it is looked up once for each
+///   aggregate whatever the planner believes: once for each event is quadratic in a long aggregate.
+/// judged: a candidate behind its aggregate's blocker is not free.
 /// taken: what is free is leased. What waits behind a failed event or one in backoff is put off to
 ///   when that may have changed, so that waiting events cannot fill every claim. What waits behind
 ///   an event that is only leased is left as it is: it will be free in a moment, and putting it off
@@ -227,22 +229,33 @@ WITH candidates AS (
     ORDER BY created_at
     LIMIT $2
     FOR UPDATE SKIP LOCKED
+), blockers AS MATERIALIZED (
+    SELECT aggregate.aggregate_type, aggregate.aggregate_id, blocker.aggregate_sequence,
+           CASE WHEN blocker.failed_at IS NOT NULL THEN now() + interval '1 minute'
+                WHEN blocker.next_attempt_at > now() THEN blocker.next_attempt_at
+                ELSE now() END AS until
+    FROM (
+        SELECT aggregate_type, aggregate_id, max(aggregate_sequence) AS last_sequence
+        FROM candidates
+        GROUP BY aggregate_type, aggregate_id
+    ) aggregate
+    CROSS JOIN LATERAL (
+        SELECT aggregate_sequence, failed_at, next_attempt_at
+        FROM outbox_deliveries other
+        WHERE other.published_at IS NULL
+          AND other.aggregate_type = aggregate.aggregate_type
+          AND other.aggregate_id = aggregate.aggregate_id
+          AND other.aggregate_sequence < aggregate.last_sequence
+          AND other.event_id NOT IN (SELECT event_id FROM candidates)
+        ORDER BY other.aggregate_sequence
+        LIMIT 1
+    ) blocker
 ), judged AS (
     SELECT candidate.event_id, blocker.until, blocker.until IS NULL AS free
     FROM candidates candidate
-    LEFT JOIN LATERAL (
-        SELECT CASE WHEN earlier.failed_at IS NOT NULL THEN now() + interval '1 minute'
-                    WHEN earlier.next_attempt_at > now() THEN earlier.next_attempt_at
-                    ELSE now() END AS until
-        FROM outbox_deliveries earlier
-        WHERE earlier.published_at IS NULL
-          AND earlier.aggregate_type = candidate.aggregate_type
-          AND earlier.aggregate_id = candidate.aggregate_id
-          AND earlier.aggregate_sequence < candidate.aggregate_sequence
-          AND earlier.event_id NOT IN (SELECT event_id FROM candidates)
-        ORDER BY earlier.aggregate_sequence
-        LIMIT 1
-    ) blocker ON true
+    LEFT JOIN blockers blocker
+           ON blocker.aggregate_type = candidate.aggregate_type AND blocker.aggregate_id = candidate.aggregate_id
+          AND blocker.aggregate_sequence < candidate.aggregate_sequence
 ), taken AS (
     UPDATE outbox_deliveries delivery
     SET locked_by       = CASE WHEN judged.free THEN $3 END,

@@ -152,7 +152,8 @@ impl Process {
             }
             self.writes.wait().await;
         };
-        if tokio::time::timeout(self.grace, stopping).await.is_err() {
+        // With a reserve, so that the process has ended when the grace period does.
+        if tokio::time::timeout(self.grace.mul_f64(0.9), stopping).await.is_err() {
             tracing::warn!(grace_seconds = self.grace.as_secs_f64(), "stopped without waiting any longer");
         }
         code
@@ -212,6 +213,11 @@ impl Health {
     /// Takes back [`Health::fail`].
     pub fn recover(&self, part: &'static str) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).remove(part);
+    }
+
+    /// Do the process's tasks not run yet?
+    pub(crate) fn is_starting(&self) -> bool {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).contains_key(START)
     }
 
     fn reasons(&self) -> BTreeMap<&'static str, String> {

@@ -296,14 +296,15 @@ impl Relay {
         trace::caused_by(span, event.header("traceparent"))
     }
 
-    /// Renews the lease at half its time, for as long as it is polled.
+    /// Renews the lease for as long as this is polled, when half of the time in which a publish may
+    /// still be started is over.
     async fn keep_lease(&self, claim: &Claim, lease: &Lease) -> std::convert::Infallible {
         let ids = outbox::column(&claim.events, |event| event.id);
+        let (length, timeout) = (self.config.relay_lease, self.config.relay_publish_timeout);
+        let renew_below = timeout + length.saturating_sub(timeout) / 2;
         loop {
-            tokio::time::sleep(
-                lease.left().saturating_sub(self.config.relay_lease / 2).max(self.config.relay_lease / 20),
-            )
-            .await;
+            let wait = lease.left().saturating_sub(renew_below).max(length / 20);
+            tokio::time::sleep(wait).await;
             let renewed = Lease::starting_now(self.config.relay_lease);
             match outbox::renew(&self.db, claim.lease_id, self.config.relay_lease, &ids).await {
                 Ok(kept) if kept == ids.len() => lease.extend_to(&renewed),
@@ -465,7 +466,7 @@ fn count_published(claim: &Claim, marked: &[(Uuid, f64)]) {
     }
 }
 
-fn to_message(event: &ClaimedEvent, stream: &crate::StreamName) -> Result<Message, WireError> {
+pub(crate) fn to_message(event: &ClaimedEvent, stream: &crate::StreamName) -> Result<Message, WireError> {
     let malformed = |name: &str, problem| WireError::Header { name: name.to_owned(), problem };
     let context: Context =
         serde_json::from_value(event.headers.clone()).map_err(|_| malformed("headers", "without a correlation id"))?;

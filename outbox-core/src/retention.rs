@@ -13,7 +13,7 @@ use crate::outbox::interval;
 const PAUSE: Duration = Duration::from_secs(60);
 
 /// Rows removed by one statement: few enough that it takes milliseconds, and that vacuum keeps up.
-const BATCH: i64 = 1_000;
+pub(crate) const BATCH: i64 = 1_000;
 
 /// Removes old rows in small batches. Any number of instances may share a database: each takes rows
 /// that no other has in hand, so that nobody waits and nothing can deadlock.
@@ -83,7 +83,7 @@ impl Retention {
 }
 
 /// Only what was published. An event and its delivery go together.
-const DELETE_PUBLISHED: &str = "
+pub(crate) const DELETE_PUBLISHED: &str = "
 WITH old AS (
     SELECT event_id FROM outbox_deliveries
     WHERE published_at < now() - $1::interval

@@ -4,6 +4,7 @@ use axum::extract::rejection::{PathRejection, QueryRejection};
 use axum::extract::{Path, Query, State};
 use axum::routing::get;
 use axum::{Json, Router};
+use outbox_core::Health;
 use outbox_core::http::{Problem, with_context};
 use serde::Deserialize;
 use sqlx::PgPool;
@@ -12,9 +13,9 @@ use uuid::Uuid;
 use crate::payment::{self, Payment};
 
 /// The service's routes.
-pub fn router(db: PgPool) -> Router {
+pub fn router(db: PgPool, health: Health) -> Router {
     let routes = Router::new().route("/payments", get(find)).route("/payments/{id}", get(show)).with_state(db);
-    with_context(routes)
+    with_context(routes, health)
 }
 
 async fn show(State(db): State<PgPool>, id: Result<Path<Uuid>, PathRejection>) -> Result<Json<Payment>, Problem> {

@@ -91,10 +91,14 @@ pub async fn start_without_broker(name: &str, more: &[(&str, &str)]) -> (Service
     (service, database)
 }
 
-/// Waits until the service's public listener answers, if only to say that there is no such path.
+/// Waits until the service has started and its public listener says that there is no such path.
 pub async fn answers(service: &Service) {
     let (http, url) = (http_client(), service.url("/"));
-    eventually(SOON, "the service answers", async || http.get(&url).send().await.map(drop)).await;
+    eventually(SOON, "the service answers", async || match http.get(&url).send().await {
+        Ok(answer) if answer.status() == 404 => Ok(()),
+        other => Err(other.map(|answer| answer.status())),
+    })
+    .await;
 }
 
 /// What a client is to send to place an order.

@@ -140,3 +140,21 @@ async fn while_the_broker_is_away_orders_are_taken_and_when_it_is_back_they_are_
     pair.nats.freeze().await.unwrap();
     stop_in_good_order(&pair).await;
 }
+
+#[tokio::test]
+async fn a_service_that_starts_without_its_database_turns_clients_away_until_it_comes() {
+    let pair = Pair::builder().own_servers().start().await;
+    let customer = Uuid::new_v4();
+    for service in [&pair.orders[0], &pair.payments[0]] {
+        service.kill().await.unwrap();
+    }
+    pair.postgres().stop().await.unwrap();
+    for service in [&pair.orders[0], &pair.payments[0]] {
+        service.start_again().await.unwrap();
+        becomes_unready(service, "start").await;
+    }
+    assert_turned_away(&pair, customer, "a-key").await;
+    pair.postgres().start_again().await.unwrap();
+    becomes_ready(&pair).await;
+    assert_eq!(post(&pair.orders[0], customer, "a-key").await.status, 201);
+}

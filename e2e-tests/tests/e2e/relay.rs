@@ -337,18 +337,18 @@ async fn a_batch_that_outlives_its_lease_renews_it_and_loses_nothing() {
     // One aggregate, so that each event waits for the ack of the one before, on a broker that stutters.
     let id = Uuid::now_v7();
     outbox.insert(id, 1..=2_000, THING).await;
-    let flags = ["--relay-batch", "2000", "--relay-lease", "4s", "--relay-publish-timeout", "2s"];
+    let flags = ["--relay-batch", "2000", "--relay-lease", "5s", "--relay-publish-timeout", "3s"];
     let relay = outbox.relay(&flags);
     let started = Instant::now();
     let batch = tokio::spawn(async move { relay.run_once().await.unwrap() });
-    while started.elapsed() < Duration::from_secs(6) {
+    while started.elapsed() < Duration::from_secs(7) {
         nats.freeze().await.unwrap();
-        tokio::time::sleep(Duration::from_millis(1_000)).await;
+        tokio::time::sleep(Duration::from_millis(700)).await;
         nats.thaw().await.unwrap();
-        tokio::time::sleep(Duration::from_millis(20)).await;
+        tokio::time::sleep(Duration::from_millis(50)).await;
     }
     let batch = batch.await.unwrap();
-    assert!(started.elapsed() > Duration::from_secs(5), "the batch must outlive its lease to prove anything");
+    assert!(started.elapsed() > Duration::from_secs(6), "the batch must outlive its lease to prove anything");
     assert_eq!((batch.published, batch.lost, batch.given_back), (2_000, 0, 0));
 }
 
