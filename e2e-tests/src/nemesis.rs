@@ -2,7 +2,6 @@
 //! from a seed, while clients place and cancel orders. Then all of it ends, and the promise is checked.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fmt::{self, Display, Formatter};
 use std::fs::File;
 use std::io::Write;
 use std::path::PathBuf;
@@ -11,7 +10,6 @@ use std::time::Duration;
 
 use anyhow::Context;
 use futures::future::{join_all, try_join_all};
-use reqwest::Url;
 use rustix::process::Signal;
 use sqlx::PgPool;
 use time::OffsetDateTime;
@@ -26,7 +24,8 @@ use crate::postgres::Postgres;
 use crate::progress::say;
 use crate::provider::{Call, Provider, Reply};
 use crate::proxy::Proxy;
-use crate::schedule::{Fault, FaultPlan, Outage, PROCESSES, Schedule, Server, Trouble};
+use crate::report::{Report, listed};
+use crate::schedule::{Fault, Outage, PROCESSES, Schedule, Server, Trouble};
 use crate::service::{Service, new_log};
 
 const READY_WITHIN: Duration = Duration::from_secs(60);
@@ -35,37 +34,6 @@ const HEALS_WITHIN: Duration = Duration::from_secs(90);
 const STOPPED_WITHIN: Duration = Duration::from_secs(15);
 const CHECK_AGAIN_AFTER: Duration = Duration::from_millis(500);
 const PROGRESS_EVERY: Duration = Duration::from_secs(15);
-
-/// What a run did, and what it found.
-#[derive(Debug)]
-pub struct Report {
-    /// All that was random follows from it.
-    pub seed: u64,
-    /// How long there were faults.
-    pub length: Duration,
-    /// Orders that were answered with 201.
-    pub orders: usize,
-    /// Cancellations that were answered with 200.
-    pub cancellations: usize,
-    /// Requests of clients by the status of their answer; `none` where there was none.
-    pub answers: BTreeMap<String, usize>,
-    /// Faults by their kind.
-    pub faults: BTreeMap<String, usize>,
-    /// Events in both outboxes.
-    pub events: usize,
-    /// Messages in the streams beyond one of each event.
-    pub published_again: usize,
-    /// Deliveries of the broker beyond one of each message.
-    pub delivered_again: u64,
-    /// Requests to the gateway beyond one for each effect.
-    pub asked_again: usize,
-    /// How long after the last fault everything had come to its end.
-    pub healed_after: Duration,
-    /// What breaks the promise; nothing else does.
-    pub findings: Vec<String>,
-    /// Where the processes' logs are, and what happened when.
-    pub logs: PathBuf,
-}
 
 /// Runs the nemesis of this seed against servers, services and relays of its own.
 ///
@@ -84,7 +52,6 @@ pub async fn run_nemesis(seed: u64, length: Duration) -> anyhow::Result<Report> 
     };
     let ended = ended?;
     stack.note("all faults have ended");
-    let placed = placed?;
     stack.report(&schedule, &clients, &placed, ended).await
 }
 
@@ -120,9 +87,9 @@ fn gateway_by_amount(call: &Call) -> Reply {
     match call.amount() % 100 {
         13 if !call.is_refund() => Reply::Declined("insufficient_funds"),
         20..30 if call.attempt <= 2 => Reply::Status(503),
-        30..40 if is_first => Reply::DoneInSilence,
+        30..32 if is_first => Reply::DoneInSilence,
         40..50 if is_first => Reply::DoneWithHalfAnAnswer,
-        50..60 => Reply::DoneAfter(Duration::from_millis(300)),
+        50..53 => Reply::DoneAfter(Duration::from_millis(300)),
         60..65 if is_first => Reply::Status(429),
         _ => Reply::Done,
     }
@@ -184,7 +151,7 @@ impl Stack {
     }
 
     /// All clients place their orders. Nobody may wait for ever.
-    async fn place(&self, clients: &Clients, schedule: &Schedule, begun: Instant) -> anyhow::Result<Vec<Placed>> {
+    async fn place(&self, clients: &Clients, schedule: &Schedule, begun: Instant) -> Vec<Placed> {
         let placing = schedule.orders.iter().map(async |plan| {
             let deadline = schedule.length + HEALS_WITHIN - begun.elapsed();
             match timeout(deadline, clients.follow(plan, begun)).await {
@@ -194,7 +161,7 @@ impl Stack {
             }
             None
         });
-        Ok(join_all(placing).await.into_iter().flatten().collect())
+        join_all(placing).await.into_iter().flatten().collect()
     }
 
     /// All lanes of the schedule side by side. Returns when they have ended.
@@ -204,7 +171,9 @@ impl Stack {
                 sleep_until(begun + plan.at).await;
                 self.note(&plan.to_string());
                 *self.done().faults.entry(plan.fault.kind()).or_default() += 1;
-                self.bring(plan).await.with_context(|| plan.to_string())?;
+                self.begin(&plan.fault).await.with_context(|| plan.to_string())?;
+                sleep(plan.lasts).await;
+                self.end(&plan.fault).await.with_context(|| format!("the end of: {plan}"))?;
                 self.note(&format!("ended: {plan}"));
             }
             anyhow::Ok(())
@@ -213,80 +182,56 @@ impl Stack {
         Ok(Instant::now())
     }
 
-    /// Brings a fault about, and ends it.
-    async fn bring(&self, FaultPlan { lasts, fault, .. }: &FaultPlan) -> anyhow::Result<()> {
-        let processes = |victims: &[usize]| victims.iter().map(|victim| &self.processes[*victim]).collect::<Vec<_>>();
+    async fn begin(&self, fault: &Fault) -> anyhow::Result<()> {
         match fault {
-            Fault::Kill(victims) => {
-                let victims = processes(victims);
-                try_join_all(victims.iter().map(|victim| self.end(victim, Signal::KILL))).await?;
-                sleep(*lasts).await;
-                try_join_all(victims.iter().map(|victim| victim.service.start_again())).await?;
-            }
-            Fault::Stop(victims) => {
-                let victims = processes(victims);
-                try_join_all(victims.iter().map(|victim| self.end(victim, Signal::TERM))).await?;
-                sleep(*lasts).await;
-                try_join_all(victims.iter().map(|victim| victim.service.start_again())).await?;
-            }
-            Fault::Freeze(victims) => {
-                let victims = processes(victims);
-                try_join_all(victims.iter().map(|victim| victim.service.freeze())).await?;
-                sleep(*lasts).await;
-                try_join_all(victims.iter().map(|victim| victim.service.thaw())).await?;
-            }
-            Fault::Server(Server::Postgres, outage) => {
-                match outage {
-                    Outage::Stop => self.postgres.stop().await?,
-                    Outage::Crash => self.postgres.stop_at_once().await?,
-                    Outage::Freeze => self.postgres.freeze().await?,
-                }
-                sleep(*lasts).await;
-                match outage {
-                    Outage::Stop | Outage::Crash => self.postgres.start_again().await?,
-                    Outage::Freeze => self.postgres.thaw().await?,
-                }
-            }
-            Fault::Server(Server::Nats, outage) => {
-                match outage {
-                    Outage::Stop => self.nats.stop().await?,
-                    Outage::Crash => self.nats.stop_at_once().await?,
-                    Outage::Freeze => self.nats.freeze().await?,
-                }
-                sleep(*lasts).await;
-                match outage {
-                    Outage::Stop | Outage::Crash => self.nats.start_again().await?,
-                    Outage::Freeze => self.nats.thaw().await?,
-                }
-            }
-            Fault::Network(server, trouble, victims) => {
-                let proxies: Vec<&Proxy> = processes(victims).into_iter().map(|victim| victim.to(*server)).collect();
-                match trouble {
-                    Trouble::Cut => proxies.iter().for_each(|proxy| proxy.cut()),
-                    Trouble::Lose => proxies.iter().for_each(|proxy| proxy.lose()),
-                    Trouble::Refuse => proxies.iter().for_each(|proxy| proxy.refuse(true)),
-                    Trouble::Hold => proxies.iter().for_each(|proxy| proxy.hold(true)),
-                    Trouble::Delay(delay) => proxies.iter().for_each(|proxy| proxy.delay(*delay)),
-                }
-                sleep(*lasts).await;
-                match trouble {
-                    Trouble::Cut | Trouble::Lose => {}
-                    Trouble::Refuse => proxies.iter().for_each(|proxy| proxy.refuse(false)),
-                    Trouble::Hold => proxies.iter().for_each(|proxy| proxy.hold(false)),
-                    Trouble::Delay(_) => proxies.iter().for_each(|proxy| proxy.delay(Duration::ZERO)),
-                }
-            }
-            Fault::Gateway => {
-                self.gateway.hold();
-                sleep(*lasts).await;
-                self.gateway.release();
-            }
+            Fault::Kill(victims) => drop(try_join_all(self.all(victims).map(|it| self.stop(it, Signal::KILL))).await?),
+            Fault::Stop(victims) => drop(try_join_all(self.all(victims).map(|it| self.stop(it, Signal::TERM))).await?),
+            Fault::Freeze(victims) => drop(try_join_all(self.all(victims).map(|it| it.service.freeze())).await?),
+            Fault::Server(Server::Postgres, Outage::Stop) => self.postgres.stop().await?,
+            Fault::Server(Server::Postgres, Outage::Crash) => self.postgres.stop_at_once().await?,
+            Fault::Server(Server::Postgres, Outage::Freeze) => self.postgres.freeze().await?,
+            Fault::Server(Server::Nats, Outage::Stop) => self.nats.stop().await?,
+            Fault::Server(Server::Nats, Outage::Crash) => self.nats.stop_at_once().await?,
+            Fault::Server(Server::Nats, Outage::Freeze) => self.nats.freeze().await?,
+            Fault::Network(server, trouble, victims) => self.all(victims).for_each(|it| match trouble {
+                Trouble::Cut => it.proxy_to(*server).cut(),
+                Trouble::Lose => it.proxy_to(*server).lose(),
+                Trouble::Refuse => it.proxy_to(*server).refuse(true),
+                Trouble::Hold => it.proxy_to(*server).hold(true),
+                Trouble::Delay(delay) => it.proxy_to(*server).delay(*delay),
+            }),
+            Fault::Gateway => self.gateway.hold(),
         }
         Ok(())
     }
 
+    async fn end(&self, fault: &Fault) -> anyhow::Result<()> {
+        match fault {
+            Fault::Kill(victims) | Fault::Stop(victims) => {
+                try_join_all(self.all(victims).map(|it| it.service.start_again())).await?;
+            }
+            Fault::Freeze(victims) => drop(try_join_all(self.all(victims).map(|it| it.service.thaw())).await?),
+            Fault::Server(Server::Postgres, Outage::Stop | Outage::Crash) => self.postgres.start_again().await?,
+            Fault::Server(Server::Postgres, Outage::Freeze) => self.postgres.thaw().await?,
+            Fault::Server(Server::Nats, Outage::Stop | Outage::Crash) => self.nats.start_again().await?,
+            Fault::Server(Server::Nats, Outage::Freeze) => self.nats.thaw().await?,
+            Fault::Network(server, trouble, victims) => self.all(victims).for_each(|it| match trouble {
+                Trouble::Cut | Trouble::Lose => {}
+                Trouble::Refuse => it.proxy_to(*server).refuse(false),
+                Trouble::Hold => it.proxy_to(*server).hold(false),
+                Trouble::Delay(_) => it.proxy_to(*server).delay(Duration::ZERO),
+            }),
+            Fault::Gateway => self.gateway.release(),
+        }
+        Ok(())
+    }
+
+    fn all(&self, victims: &[usize]) -> impl Iterator<Item = &Process> {
+        victims.iter().map(|victim| &self.processes[*victim])
+    }
+
     /// Ends a process, which must be running, and must obey.
-    async fn end(&self, process: &Process, signal: Signal) -> anyhow::Result<()> {
+    async fn stop(&self, process: &Process, signal: Signal) -> anyhow::Result<()> {
         self.find_ended(process).await?;
         let ended = match signal {
             Signal::KILL => process.service.kill().await?,
@@ -336,8 +281,8 @@ impl Stack {
         if let Some(times) = answers.get("500") {
             self.find(format!("{times} requests were answered with 500"));
         }
-        let mut done = std::mem::take(&mut *self.done());
-        done.findings.extend(left);
+        left.into_iter().for_each(|finding| self.find(finding));
+        let done = std::mem::take(&mut *self.done());
         Ok(Report {
             seed: schedule.seed,
             length: schedule.length,
@@ -412,8 +357,8 @@ impl Process {
         gateway: &str,
         schedule: &Schedule,
     ) -> anyhow::Result<Self> {
-        let (database, to_postgres) = proxied(database).await?;
-        let (broker, to_nats) = proxied(broker).await?;
+        let (database, to_postgres) = Proxy::of(database).await?;
+        let (broker, to_nats) = Proxy::of(broker).await?;
         let mut settings = vec![("DATABASE_URL", database.as_str()), ("NATS_URL", broker.as_str())];
         if program == "payment-service" {
             settings.extend([("PAYMENT_GATEWAY_URL", gateway), ("RELAY", "off")]);
@@ -422,52 +367,10 @@ impl Process {
         Ok(Self { service: Service::start(program, &settings).await?, to_postgres, to_nats })
     }
 
-    fn to(&self, server: Server) -> &Proxy {
+    fn proxy_to(&self, server: Server) -> &Proxy {
         match server {
             Server::Postgres => &self.to_postgres,
             Server::Nats => &self.to_nats,
         }
-    }
-}
-
-/// A proxy of the server at this URL, and the URL through it.
-async fn proxied(url: &str) -> anyhow::Result<(String, Proxy)> {
-    let mut url: Url = url.parse()?;
-    let proxy = Proxy::start(url.port().context("the URL names a port")?).await?;
-    url.set_port(Some(proxy.port())).ok().context("the URL can have a port")?;
-    Ok((url.into(), proxy))
-}
-
-/// `one 1, other 2`
-fn listed(counts: &BTreeMap<String, usize>) -> String {
-    let each: Vec<String> = counts.iter().map(|(name, count)| format!("{name} {count}")).collect();
-    each.join(", ")
-}
-
-impl Display for Report {
-    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        writeln!(f, "seed           {}", self.seed)?;
-        writeln!(f, "faults         {} in {} s", self.faults.values().sum::<usize>(), self.length.as_secs())?;
-        for (kind, count) in &self.faults {
-            writeln!(f, "  {count:>11}  {kind}")?;
-        }
-        writeln!(f, "orders         {} placed, {} of them cancelled", self.orders, self.cancellations)?;
-        writeln!(f, "answers        {}", listed(&self.answers))?;
-        writeln!(f, "events         {}", self.events)?;
-        writeln!(f, "duplicates     {} published again,", self.published_again)?;
-        writeln!(f, "               {} delivered again by the broker,", self.delivered_again)?;
-        writeln!(f, "               {} asked of the gateway again", self.asked_again)?;
-        if self.findings.is_empty() {
-            return write!(
-                f,
-                "result         healed after {:.1} s; lost 0, doubled 0",
-                self.healed_after.as_secs_f32()
-            );
-        }
-        writeln!(f, "result         {} findings; logs in {}", self.findings.len(), self.logs.display())?;
-        for finding in &self.findings {
-            writeln!(f, "  {finding}")?;
-        }
-        write!(f, "again with     cargo dev chaos --seed {} --for {}s", self.seed, self.length.as_secs())
     }
 }

@@ -8,6 +8,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use anyhow::Context;
+use reqwest::Url;
 use tokio::io::{self, AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
@@ -42,6 +44,14 @@ impl Proxy {
         let made = Arc::default();
         tokio::spawn(accept(listener, ([127, 0, 0, 1], server_port).into(), Arc::clone(&made), forecast));
         Ok(Self { address, made, weather })
+    }
+
+    /// A proxy of the server at this URL on 127.0.0.1, and the URL through the proxy.
+    pub async fn of(url: &str) -> anyhow::Result<(String, Self)> {
+        let mut url: Url = url.parse()?;
+        let proxy = Self::start(url.port().context("the URL names a port")?).await?;
+        url.set_port(Some(proxy.port())).ok().context("the URL can have a port")?;
+        Ok((url.into(), proxy))
     }
 
     /// The port to connect to in the server's place.

@@ -122,6 +122,11 @@ impl Service {
         ended.with_context(|| self.last_words())
     }
 
+    /// Its process id.
+    pub async fn pid(&self) -> i32 {
+        self.running.lock().await.pid().as_raw_nonzero().get()
+    }
+
     /// Sends it any signal.
     pub async fn signal(&self, signal: Signal) -> anyhow::Result<()> {
         Ok(self.running.lock().await.signal(signal)?)

@@ -1,6 +1,6 @@
 //! Places where a test can make the process die, to see what its death leaves behind.
 //!
-//! They exist in builds with the feature `crash-points` only: elsewhere [`crash_point!`] is nothing.
+//! They exist in builds with the feature `crash-points` only: elsewhere `crash_point!` is nothing.
 //! With `CRASH_AT=relay.after_ack` the process aborts when it comes there for the first time, with
 //! `CRASH_AT=relay.after_ack:5` for the fifth.
 
@@ -20,7 +20,7 @@ macro_rules! crash_point {
     ($name:literal) => {};
 }
 
-/// For [`crash_point!`].
+/// For `crash_point!`.
 #[cfg(feature = "crash-points")]
 pub fn reached(name: &str) {
     use std::sync::LazyLock;

@@ -11,7 +11,8 @@ use async_nats::jetstream::context::{
 };
 use async_nats::jetstream::stream::ConsumerErrorKind;
 use async_nats::jetstream::{self, ErrorCode, consumer, stream};
-use async_nats::{Client, ConnectOptions, HeaderMap, HeaderName, HeaderValue};
+use async_nats::{Client, ConnectOptions, HeaderMap, HeaderName, HeaderValue, ServerAddr};
+use percent_encoding::percent_decode_str;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
@@ -81,7 +82,7 @@ impl Broker {
     pub async fn connect(config: &BrokerConfig, service: &str) -> Result<Self, BrokerError> {
         let servers = config.servers().map_err(BrokerError::Setting)?;
         let (connected, connections) = watch::channel(0);
-        let client = ConnectOptions::new()
+        let client = credentials(&servers)
             .name(service)
             // An inbox of its own, so that the broker can refuse it everybody else's.
             .custom_inbox_prefix(format!("_INBOX_{service}"))
@@ -184,14 +185,20 @@ pub struct Stream {
     broker: Broker,
     context: JetStream,
     name: StreamName,
-    config: StreamConfig,
+    /// Nothing where it is not to be made.
+    config: Option<StreamConfig>,
 }
 
 impl Stream {
     /// The stream `name`, with `config` where it has to be made; an ack is awaited for
     /// `publish_timeout`.
     pub fn new(broker: Broker, name: StreamName, config: StreamConfig, publish_timeout: Duration) -> Self {
-        Self { context: broker.jetstream(publish_timeout), broker, name, config }
+        Self { context: broker.jetstream(publish_timeout), broker, name, config: Some(config) }
+    }
+
+    /// The stream `name`, which must be there.
+    pub fn existing(broker: Broker, name: StreamName, publish_timeout: Duration) -> Self {
+        Self { context: broker.jetstream(publish_timeout), broker, name, config: None }
     }
 
     /// The stream's names.
@@ -215,6 +222,7 @@ impl Stream {
             Err(BrokerError::NoStream(_)) => {}
             Err(error) => return Err(error),
         }
+        let Some(settings) = &self.config else { return Err(BrokerError::NoStream(self.name.name.clone())) };
         let config = stream::Config {
             name: self.name.name.clone(),
             subjects: vec![self.name.subjects()],
@@ -222,10 +230,10 @@ impl Stream {
             retention: stream::RetentionPolicy::Limits,
             // Refuse new events rather than drop old ones: what is refused stays in the outbox.
             discard: stream::DiscardPolicy::New,
-            max_age: self.config.stream_max_age,
-            max_bytes: self.config.stream_max_bytes.unwrap_or(-1),
-            duplicate_window: self.config.stream_duplicate_window,
-            num_replicas: self.config.stream_replicas,
+            max_age: settings.stream_max_age,
+            max_bytes: settings.stream_max_bytes.unwrap_or(-1),
+            duplicate_window: settings.stream_duplicate_window,
+            num_replicas: settings.stream_replicas,
             ..Default::default()
         };
         match context.create_stream(config).await {
@@ -257,8 +265,9 @@ impl Stream {
                 self.name.subjects()
             ));
         }
+        let Some(settings) = &self.config else { return Ok(()) };
         let setting = format!("stream {name}: max_age");
-        at_least(&setting, age(stream), "STREAM_MAX_AGE", self.config.stream_max_age).map_err(BrokerError::Unfit)
+        at_least(&setting, age(stream), "STREAM_MAX_AGE", settings.stream_max_age).map_err(BrokerError::Unfit)
     }
 
     /// Makes the stream as soon as the broker answers, and looks at it again with every connection.
@@ -443,6 +452,17 @@ fn log_event(connections: watch::Sender<u64>) -> impl Fn(async_nats::Event) -> s
         }
         *last = said;
         std::future::ready(())
+    }
+}
+
+/// The user and password of the first address that names them, as in `nats://user:password@host`: the
+/// client itself leaves them aside.
+fn credentials(servers: &[ServerAddr]) -> ConnectOptions {
+    let named = servers.iter().find_map(|server| Some((server.username()?, server.password()?)));
+    let decode = |text: &str| percent_decode_str(text).decode_utf8_lossy().into_owned();
+    match named {
+        Some((user, password)) => ConnectOptions::with_user_and_password(decode(user), decode(password)),
+        None => ConnectOptions::new(),
     }
 }
 

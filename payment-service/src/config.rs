@@ -27,7 +27,7 @@ pub struct Config {
     /// Where the relay runs.
     #[arg(long, env, default_value = "embedded")]
     pub relay: RelayMode,
-    /// The payment gateway, such as https://gateway.example [default: the built-in sandbox].
+    /// The payment gateway, such as `https://gateway.example` [default: the built-in sandbox].
     #[arg(long, env, hide_env_values = true)]
     pub payment_gateway_url: Option<String>,
     /// How long to wait for the gateway's answer.

@@ -13,6 +13,7 @@ mod http_outages;
 mod http_payments;
 mod metrics;
 mod nemesis;
+mod network;
 mod outbox;
 mod process;
 mod promise;

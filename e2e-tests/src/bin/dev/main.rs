@@ -1,5 +1,6 @@
 //! `cargo dev`: the whole pair on this machine, with nothing to set up.
 
+mod bench;
 mod chaos;
 mod journey;
 mod orders;
@@ -32,6 +33,20 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Command {
+    /// Measure how fast it is, beside the limit of what it stands on; in a release build
+    Bench {
+        /// What to measure [default: everything]
+        parts: Vec<bench::Part>,
+        /// Print JSON instead of a table
+        #[arg(long)]
+        json: bool,
+        /// Measure with this many times less than the documented amounts
+        #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
+        smaller: u64,
+        /// Orders a second for the part `latency`
+        #[arg(long, default_value_t = 200, value_parser = clap::value_parser!(u64).range(1..))]
+        rate: u64,
+    },
     /// Break everything at random while orders are placed, then check that none was lost or doubled
     Chaos {
         /// What all that is random follows from [default: a new one]
@@ -55,6 +70,7 @@ async fn main() -> ExitCode {
     screen::show_progress();
     let done = match arguments.command {
         None => up::up(arguments.once).await,
+        Some(Command::Bench { parts, json, smaller, rate }) => bench::bench(parts, smaller, rate, json).await,
         Some(Command::Chaos { seed, length }) => chaos::chaos(seed, length).await,
         Some(Command::Sqlx { check }) => prepare::prepare_sqlx(check).await,
     };

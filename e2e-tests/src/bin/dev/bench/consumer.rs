@@ -1,0 +1,66 @@
+//! payment-service consumes a full stream, beside consuming and acknowledging it without a database.
+
+use std::time::{Duration, Instant};
+
+use async_nats::jetstream::consumer::pull;
+use e2e_tests::{Nats, Service};
+use futures::StreamExt;
+use sqlx::PgPool;
+
+use super::Bench;
+use super::relay::{message, stream};
+
+const MESSAGES: u64 = 200_000;
+const IN_FLIGHT: usize = 1_000;
+
+pub async fn consumer(bench: &mut Bench) -> anyhow::Result<()> {
+    let count = MESSAGES / bench.smaller;
+    let nats = bench.nats().await?;
+    fill(&nats, count).await?;
+    let limit = without_database(&nats, count).await?;
+
+    let database = bench.postgres.create_database("payments").await?;
+    let settings = [("DATABASE_URL", &*database), ("NATS_URL", nats.url()), ("RELAY", "off"), ("RUST_LOG", "warn")];
+    let service = Service::start("payment-service", &settings).await?;
+    service.wait_until_ready(Duration::from_secs(60)).await?;
+    let db = PgPool::connect(&database).await?;
+    let (first, began) = (processed(&db).await?, Instant::now());
+    while processed(&db).await? < count {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    let value = (count - first) as f64 / began.elapsed().as_secs_f64();
+    bench.against("inbox and payment", "events/s", value, limit, 0.2);
+    bench.at_least("inbox and payment", "events/s", value, 15_000.0);
+    Ok(())
+}
+
+async fn processed(db: &PgPool) -> anyhow::Result<u64> {
+    let count: i64 = sqlx::query_scalar("SELECT count(*) FROM processed_events").fetch_one(db).await?;
+    Ok(count as u64)
+}
+
+async fn fill(nats: &Nats, count: u64) -> anyhow::Result<()> {
+    let jetstream = stream(nats, "orders").await?;
+    let publish = |_| {
+        let (headers, payload) = message();
+        let jetstream = jetstream.clone();
+        async move { jetstream.publish_with_headers("orders.OrderCreated", headers, payload.into()).await?.await }
+    };
+    let mut acks = futures::stream::iter(0..count).map(publish).buffer_unordered(IN_FLIGHT);
+    while let Some(ack) = acks.next().await {
+        ack?;
+    }
+    Ok(())
+}
+
+async fn without_database(nats: &Nats, count: u64) -> anyhow::Result<f64> {
+    let stream = nats.jetstream().await?.get_stream("ORDERS").await?;
+    let config = pull::Config { durable_name: Some("limit".to_owned()), ..Default::default() };
+    let consumer = stream.create_consumer(config).await?;
+    let began = Instant::now();
+    let mut messages = consumer.stream().max_messages_per_batch(256).messages().await?.take(count as usize);
+    while let Some(message) = messages.next().await {
+        message?.ack().await.map_err(anyhow::Error::from_boxed)?;
+    }
+    Ok(count as f64 / began.elapsed().as_secs_f64())
+}

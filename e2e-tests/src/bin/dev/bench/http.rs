@@ -1,0 +1,125 @@
+//! POST /orders, beside the same two inserts straight over SQL.
+
+use std::time::{Duration, Instant};
+
+use e2e_tests::{Service, free_port, http_client, wait_until};
+use futures::future::join_all;
+use outbox_core::{AggregateVersion, Context, Event, append};
+use serde::Serialize;
+use serde_json::{Value, json};
+use sqlx::PgPool;
+use sqlx::postgres::PgPoolOptions;
+use uuid::Uuid;
+
+use super::Bench;
+
+const CONNECTIONS: usize = 32;
+const ROUNDS: usize = 3;
+const ROUND: Duration = Duration::from_secs(5);
+const START_WITHIN: Duration = Duration::from_secs(60);
+
+/// As order-service tells it.
+#[derive(Serialize)]
+struct OrderCreated {
+    order_id: Uuid,
+    customer_id: Uuid,
+    total: Value,
+}
+
+impl Event for OrderCreated {
+    const AGGREGATE: &'static str = "order";
+    const TYPE: &'static str = "OrderCreated";
+}
+
+pub async fn http(bench: &mut Bench) -> anyhow::Result<()> {
+    // No broker: relay and consumer have nothing to do.
+    let broker = format!("nats://127.0.0.1:{}", free_port());
+    let (service, url) = order_service(bench, &broker, "off").await?;
+    let db = PgPoolOptions::new().max_connections(CONNECTIONS as u32).connect(&url).await?;
+    let (mut over_http, mut over_sql) = (0.0, 0.0);
+    for _ in 0..ROUNDS {
+        over_http += posts(&service).await;
+        over_sql += inserts(&db).await;
+    }
+    bench.against("orders over HTTP", "orders/s", over_http / ROUNDS as f64, over_sql / ROUNDS as f64, 0.7);
+    Ok(())
+}
+
+pub async fn http_with_relay(bench: &mut Bench) -> anyhow::Result<()> {
+    let nats = bench.nats().await?;
+    let (with, _) = order_service(bench, nats.url(), "embedded").await?;
+    let (without, _) = order_service(bench, nats.url(), "off").await?;
+    let (mut rate_with, mut rate_without) = (0.0, 0.0);
+    for _ in 0..ROUNDS {
+        rate_with += posts(&with).await;
+        rate_without += posts(&without).await;
+    }
+    let (value, limit) = (rate_with / ROUNDS as f64, rate_without / ROUNDS as f64);
+    bench.against("orders while published", "orders/s", value, limit, 0.6);
+    Ok(())
+}
+
+async fn order_service(bench: &Bench, broker: &str, relay: &str) -> anyhow::Result<(Service, String)> {
+    let database = bench.postgres.create_database("bench").await?;
+    let connections = CONNECTIONS.to_string();
+    let settings = [
+        ("DATABASE_URL", &*database),
+        ("NATS_URL", broker),
+        ("RELAY", relay),
+        ("DATABASE_POOL", &connections),
+        ("RUST_LOG", "warn"),
+    ];
+    let service = Service::start("order-service", &settings).await?;
+    let (http, url) = (http_client(), service.url("/orders"));
+    let answers = async || http.get(&url).send().await?.error_for_status();
+    wait_until(START_WITHIN, "order-service answers", answers).await?;
+    Ok((service, database))
+}
+
+/// Orders a second, over as many connections as there may be.
+async fn posts(service: &Service) -> f64 {
+    let (http, url) = (http_client(), service.url("/orders"));
+    per_second(async |count: &mut u64| {
+        let body = json!({"customer_id": Uuid::new_v4(), "total": {"amount": 12500, "currency": "EUR"}});
+        let answer = http.post(&url).json(&body).send().await;
+        *count += u64::from(answer.is_ok_and(|answer| answer.status() == 201));
+    })
+    .await
+}
+
+/// The same two inserts, in a transaction each.
+async fn inserts(db: &PgPool) -> f64 {
+    let context = Context { correlation_id: "bench".to_owned(), traceparent: None };
+    per_second(async |count: &mut u64| {
+        let write = async {
+            let (order_id, customer_id) = (Uuid::now_v7(), Uuid::new_v4());
+            let total = json!({"amount": 12500, "currency": "EUR"});
+            let mut tx = db.begin().await?;
+            sqlx::query("INSERT INTO orders (id, customer_id, status, amount, currency, version) VALUES ($1, $2, 'pending', 12500, 'EUR', 1)")
+                .bind(order_id)
+                .bind(customer_id)
+                .execute(&mut *tx)
+                .await?;
+            let event = OrderCreated { order_id, customer_id, total };
+            append(&mut tx, AggregateVersion { id: order_id, sequence: 1 }, &event, &context).await?;
+            tx.commit().await?;
+            anyhow::Ok(())
+        };
+        *count += u64::from(write.await.is_ok());
+    })
+    .await
+}
+
+/// Does `work` again and again on every connection, for a round.
+async fn per_second(work: impl AsyncFn(&mut u64)) -> f64 {
+    let began = Instant::now();
+    let counts = join_all((0..CONNECTIONS).map(async |_| {
+        let mut count = 0;
+        while began.elapsed() < ROUND {
+            work(&mut count).await;
+        }
+        count
+    }))
+    .await;
+    counts.into_iter().sum::<u64>() as f64 / began.elapsed().as_secs_f64()
+}

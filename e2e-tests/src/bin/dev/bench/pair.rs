@@ -1,0 +1,231 @@
+//! Both services together: throughput, latency, a backlog, and what they cost when nothing happens.
+
+use std::time::{Duration, Instant};
+
+use e2e_tests::{Nats, Service, http_client, wait_until};
+use serde_json::json;
+use sqlx::PgPool;
+use tokio::task::JoinSet;
+use uuid::Uuid;
+
+use super::Bench;
+
+const START_WITHIN: Duration = Duration::from_secs(60);
+const SETTLED_WITHIN: Duration = Duration::from_secs(600);
+const LOOP_RATE: u64 = 2_500;
+const LOAD_FOR: Duration = Duration::from_secs(20);
+const BACKLOG: u64 = 3_000_000;
+
+struct Pair {
+    orders: Service,
+    payments: Service,
+    orders_db: PgPool,
+    payments_db: PgPool,
+    // After the services that use it.
+    _nats: Nats,
+}
+
+impl Pair {
+    async fn start(bench: &Bench) -> anyhow::Result<Self> {
+        let nats = bench.nats().await?;
+        let (orders_url, payments_url) =
+            (bench.postgres.create_database("orders").await?, bench.postgres.create_database("payments").await?);
+        let orders = start("order-service", &orders_url, &nats).await?;
+        let payments = start("payment-service", &payments_url, &nats).await?;
+        let (orders_db, payments_db) = (PgPool::connect(&orders_url).await?, PgPool::connect(&payments_url).await?);
+        Ok(Self { orders, payments, orders_db, payments_db, _nats: nats })
+    }
+
+    /// Places orders at a steady rate, whatever the answers take. Returns how many were answered 201.
+    async fn load(&self, rate: u64, length: Duration) -> u64 {
+        let (http, url) = (http_client(), self.orders.url("/orders"));
+        let mut requests = JoinSet::new();
+        let began = Instant::now();
+        let mut sent = 0;
+        while began.elapsed() < length {
+            while sent < (began.elapsed().as_secs_f64() * rate as f64) as u64 {
+                let body = json!({"customer_id": Uuid::new_v4(), "total": {"amount": 12500, "currency": "EUR"}});
+                let request = http.post(&url).json(&body).send();
+                requests.spawn(async move { request.await.is_ok_and(|answer| answer.status() == 201) });
+                sent += 1;
+            }
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        requests.join_all().await.into_iter().map(u64::from).sum()
+    }
+
+    async fn count(&self, condition: &'static str) -> anyhow::Result<u64> {
+        let sql = format!("SELECT count(*) FROM orders WHERE {condition}");
+        let count: i64 = sqlx::query_scalar(sqlx::AssertSqlSafe(sql)).fetch_one(&self.orders_db).await?;
+        Ok(count as u64)
+    }
+
+    async fn settled(&self) -> anyhow::Result<()> {
+        wait_until(SETTLED_WITHIN, "all orders are paid", async || match self.count("status = 'pending'").await {
+            Ok(0) => Ok(()),
+            other => Err(other),
+        })
+        .await
+    }
+}
+
+async fn start(name: &str, database: &str, nats: &Nats) -> anyhow::Result<Service> {
+    let settings = [("DATABASE_URL", database), ("NATS_URL", nats.url()), ("RUST_LOG", "warn")];
+    let service = Service::start(name, &settings).await?;
+    service.wait_until_ready(START_WITHIN).await?;
+    Ok(service)
+}
+
+pub async fn whole_loop(bench: &mut Bench) -> anyhow::Result<()> {
+    let pair = Pair::start(bench).await?;
+    pair.load(LOOP_RATE, Duration::from_secs(5)).await;
+    let (paid_before, waiting_before, began) =
+        (pair.count("status = 'paid'").await?, pair.count("status = 'pending'").await?, Instant::now());
+    pair.load(LOOP_RATE, LOAD_FOR).await;
+    let (paid, waiting) = (pair.count("status = 'paid'").await?, pair.count("status = 'pending'").await?);
+    bench.at_least(
+        "orders paid under load",
+        "orders/s",
+        (paid - paid_before) as f64 / began.elapsed().as_secs_f64(),
+        LOOP_RATE as f64 * 0.98,
+    );
+    bench.at_most("growth of the backlog", "orders", waiting as f64 - waiting_before as f64, LOOP_RATE as f64 / 4.0);
+    pair.settled().await
+}
+
+pub async fn latency(bench: &mut Bench) -> anyhow::Result<()> {
+    let pair = Pair::start(bench).await?;
+    pair.load(bench.rate, Duration::from_secs(2)).await;
+    pair.settled().await?;
+    let since: time::OffsetDateTime = sqlx::query_scalar("SELECT clock_timestamp()").fetch_one(&pair.orders_db).await?;
+    pair.load(bench.rate, LOAD_FOR).await;
+    pair.settled().await?;
+
+    // One server holds both databases, so that one clock wrote all of these.
+    let appended: Vec<(Uuid, time::OffsetDateTime)> = sqlx::query_as(
+        "SELECT event_id, created_at FROM outbox_events WHERE event_type = 'OrderCreated' AND created_at > $1",
+    )
+    .bind(since)
+    .fetch_all(&pair.orders_db)
+    .await?;
+    let processed: Vec<(Uuid, time::OffsetDateTime)> =
+        sqlx::query_as("SELECT event_id, processed_at FROM processed_events").fetch_all(&pair.payments_db).await?;
+    let processed: std::collections::HashMap<_, _> = processed.into_iter().collect();
+    let to_consumer =
+        appended.iter().filter_map(|(id, at)| Some((*processed.get(id)? - *at).as_seconds_f64() * 1_000.0));
+    let to_consumer = Percentiles::of(to_consumer.collect());
+    let to_paid: Vec<f64> = sqlx::query_scalar(
+        "SELECT extract(epoch FROM paid.created_at - orders.created_at)::float8 * 1000
+         FROM orders JOIN outbox_events paid ON paid.aggregate_id = orders.id AND paid.event_type = 'OrderPaid'
+         WHERE orders.created_at > $1",
+    )
+    .bind(since)
+    .fetch_all(&pair.orders_db)
+    .await?;
+    let to_paid = Percentiles::of(to_paid);
+    let rate = bench.rate;
+    bench.at_most(&format!("commit → consumer p50 at {rate}/s"), "ms", to_consumer.p50, 3.0);
+    bench.at_most(&format!("commit → consumer p99 at {rate}/s"), "ms", to_consumer.p99, 15.0);
+    bench.at_most(&format!("POST → paid p50 at {rate}/s"), "ms", to_paid.p50, 12.0);
+    bench.at_most(&format!("POST → paid p99 at {rate}/s"), "ms", to_paid.p99, 50.0);
+    Ok(())
+}
+
+struct Percentiles {
+    p50: f64,
+    p99: f64,
+}
+
+impl Percentiles {
+    fn of(mut values: Vec<f64>) -> Self {
+        values.sort_by(f64::total_cmp);
+        let at = |part: f64| values.get((values.len() as f64 * part) as usize).copied().unwrap_or(f64::NAN);
+        Self { p50: at(0.5), p99: at(0.99) }
+    }
+}
+
+/// Orders that a night without a broker left behind.
+pub async fn backlog(bench: &mut Bench) -> anyhow::Result<()> {
+    let pair = Pair::start(bench).await?;
+    let orders = BACKLOG / bench.smaller;
+    let began_to_fill = Instant::now();
+    for first in (0..orders).step_by(100_000) {
+        let rows = 100_000.min(orders - first) as i64;
+        sqlx::query(
+            "WITH new AS (
+                INSERT INTO orders (id, customer_id, status, amount, currency, version)
+                SELECT gen_random_uuid(), gen_random_uuid(), 'pending', 12500, 'EUR', 1 FROM generate_series(1, $1)
+                RETURNING id, customer_id
+            ), event AS (
+                INSERT INTO outbox_events (event_id, aggregate_type, aggregate_id, aggregate_sequence, event_type,
+                                           event_version, payload, headers)
+                SELECT gen_random_uuid(), 'order', id, 1, 'OrderCreated', 1,
+                       jsonb_build_object('order_id', id, 'customer_id', customer_id,
+                                          'total', jsonb_build_object('amount', 12500, 'currency', 'EUR')),
+                       jsonb_build_object('correlationid', id)
+                FROM new RETURNING *
+            )
+            INSERT INTO outbox_deliveries (event_id, aggregate_type, aggregate_id, aggregate_sequence, created_at)
+            SELECT event_id, aggregate_type, aggregate_id, aggregate_sequence, created_at FROM event",
+        )
+        .bind(rows)
+        .execute(&pair.orders_db)
+        .await?;
+    }
+    let (mut orders_peak, mut payments_peak) = (0.0_f64, 0.0_f64);
+    let drained = wait_until(SETTLED_WITHIN * 2, "the backlog is paid", async || {
+        orders_peak = orders_peak.max(megabytes(&pair.orders).await);
+        payments_peak = payments_peak.max(megabytes(&pair.payments).await);
+        tokio::time::sleep(Duration::from_millis(500)).await;
+        match pair.count("status = 'pending'").await {
+            Ok(0) => Ok(()),
+            other => Err(other),
+        }
+    });
+    drained.await?;
+    let rate = orders as f64 / began_to_fill.elapsed().as_secs_f64();
+    bench.at_least("orders of a backlog paid", "orders/s", rate, LOOP_RATE as f64);
+    bench.at_most("order-service's memory, peak", "MB", orders_peak, 100.0);
+    bench.at_most("payment-service's memory, peak", "MB", payments_peak, 100.0);
+    Ok(())
+}
+
+pub async fn idle(bench: &mut Bench) -> anyhow::Result<()> {
+    let pair = Pair::start(bench).await?;
+    // Polling has slowed down by then.
+    tokio::time::sleep(Duration::from_secs(5)).await;
+    let before = (cpu_seconds(&pair.orders).await, cpu_seconds(&pair.payments).await, transactions(&pair).await?);
+    let began = Instant::now();
+    tokio::time::sleep(LOAD_FOR).await;
+    let after = (cpu_seconds(&pair.orders).await, cpu_seconds(&pair.payments).await, transactions(&pair).await?);
+    let seconds = began.elapsed().as_secs_f64();
+    bench.at_most("order-service, of a core", "%", (after.0 - before.0) / seconds * 100.0, 1.0);
+    bench.at_most("payment-service, of a core", "%", (after.1 - before.1) / seconds * 100.0, 1.0);
+    bench.at_most("transactions of each service", "per s", (after.2 - before.2) as f64 / seconds / 2.0, 10.0);
+    Ok(())
+}
+
+async fn transactions(pair: &Pair) -> anyhow::Result<i64> {
+    let sql = "SELECT sum(xact_commit + xact_rollback)::bigint FROM pg_stat_database WHERE datname = ANY ($1)";
+    let mut names: Vec<String> = Vec::new();
+    for db in [&pair.orders_db, &pair.payments_db] {
+        names.push(sqlx::query_scalar("SELECT current_database()::text").fetch_one(db).await?);
+    }
+    Ok(sqlx::query_scalar(sql).bind(names).fetch_one(&pair.orders_db).await?)
+}
+
+/// Resident memory of a service.
+async fn megabytes(service: &Service) -> f64 {
+    let status = std::fs::read_to_string(format!("/proc/{}/status", service.pid().await)).unwrap_or_default();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+    line.and_then(|line| line.split_whitespace().next()?.parse::<f64>().ok()).unwrap_or(f64::NAN) / 1024.0
+}
+
+/// Processor time that a service has used. The kernel counts it in hundredths of a second.
+async fn cpu_seconds(service: &Service) -> f64 {
+    let stat = std::fs::read_to_string(format!("/proc/{}/stat", service.pid().await)).unwrap_or_default();
+    let after_name = stat.rsplit(')').next().unwrap_or_default().to_owned();
+    let fields: Vec<f64> = after_name.split_whitespace().filter_map(|field| field.parse().ok()).collect();
+    // The state, which is no number, is left out: user and system time are then the 11th and 12th.
+    fields.get(10..12).map_or(f64::NAN, |times| times.iter().sum::<f64>() / 100.0)
+}

@@ -1,0 +1,207 @@
+//! Relays drain an outbox, beside a pipelined publish of the same messages.
+
+use std::time::{Duration, Instant};
+
+use async_nats::HeaderMap;
+use e2e_tests::Nats;
+use futures::StreamExt;
+use futures::future::try_join_all;
+use outbox_core::config::{BrokerConfig, RelayConfig, StreamConfig};
+use outbox_core::{Broker, Relay, Stream, StreamName, migrate};
+use sqlx::migrate::Migrator;
+use sqlx::postgres::PgPoolOptions;
+use sqlx::{Connection, PgConnection, PgPool};
+use uuid::Uuid;
+
+use super::Bench;
+
+const EVENTS: u64 = 300_000;
+const AGGREGATES: u64 = 65_000;
+const RETAINED: u64 = 5_000_000;
+const IN_FLIGHT: usize = 1_000;
+
+#[derive(clap::Parser)]
+struct Settings<C: clap::Args> {
+    #[command(flatten)]
+    config: C,
+}
+
+fn settings<C: clap::Args>(flags: &[&str]) -> C {
+    <Settings<C> as clap::Parser>::parse_from(["bench"].iter().chain(flags)).config
+}
+
+pub async fn relay(bench: &mut Bench) -> anyhow::Result<()> {
+    let (drained, _) = drain(bench, 1, 0, false).await?;
+    let limit = pipelined(bench).await?;
+    bench.against("drain in order", "events/s", drained, limit, 0.35);
+    if limit >= 100_000.0 {
+        bench.at_least("drain in order", "events/s", drained, 30_000.0);
+    }
+    Ok(())
+}
+
+pub async fn retained(bench: &mut Bench) -> anyhow::Result<()> {
+    let (plain, _) = drain(bench, 1, 0, false).await?;
+    let (value, _) = drain(bench, 1, RETAINED / bench.smaller, false).await?;
+    bench.against("drain with events kept", "events/s", value, plain, 0.9);
+    Ok(())
+}
+
+pub async fn old_snapshot(bench: &mut Bench) -> anyhow::Result<()> {
+    let (plain, _) = drain(bench, 1, 0, false).await?;
+    let (value, _) = drain(bench, 1, 0, true).await?;
+    bench.against("drain under an old snapshot", "events/s", value, plain, 0.6);
+    Ok(())
+}
+
+pub async fn claims(bench: &mut Bench) -> anyhow::Result<()> {
+    let (_, batches) = drain(bench, 1, 0, false).await?;
+    let tenth = (batches.len() / 10).max(1);
+    let mean = |batches: &[Duration]| batches.iter().sum::<Duration>().as_secs_f64() * 1_000.0 / batches.len() as f64;
+    let (first, last) = (mean(&batches[..tenth]), mean(&batches[batches.len() - tenth..]));
+    bench.at_most("last tenth of batches to first", "×", last / first, 1.5);
+    Ok(())
+}
+
+pub async fn several(bench: &mut Bench, relays: usize) -> anyhow::Result<()> {
+    let (one, _) = drain(bench, 1, 0, false).await?;
+    let (value, _) = drain(bench, relays, 0, false).await?;
+    bench.against(&format!("{relays} relays"), "events/s", value, one, 1.0);
+    Ok(())
+}
+
+/// Fills an outbox and drains it. Returns events a second, and how long each batch took.
+async fn drain(bench: &Bench, relays: usize, retained: u64, pinned: bool) -> anyhow::Result<(f64, Vec<Duration>)> {
+    let nats = bench.nats().await?;
+    let url = bench.postgres.create_database("relay").await?;
+    let db = PgPoolOptions::new().max_connections(20).connect(&url).await?;
+    migrate(&db, &Migrator::with_migrations(vec![])).await?;
+    fill(&db, retained, true).await?;
+    fill(&db, EVENTS / bench.smaller, false).await?;
+    let mut old = PgConnection::connect(&url).await?;
+    if pinned {
+        sqlx::raw_sql("BEGIN ISOLATION LEVEL REPEATABLE READ; SELECT count(*) FROM outbox_source")
+            .execute(&mut old)
+            .await?;
+    }
+
+    let name = StreamName { name: "BENCH".into(), subject_prefix: "bench".into(), source: "/bench".into() };
+    let mut running = Vec::new();
+    for _ in 0..relays {
+        let broker = Broker::connect(&settings::<BrokerConfig>(&["--nats-url", nats.url()]), "bench").await?;
+        let stream = Stream::new(broker, name.clone(), settings::<StreamConfig>(&[]), Duration::from_secs(5));
+        stream.ensure().await?;
+        running.push(Relay::new(db.clone(), stream, settings::<RelayConfig>(&[])));
+    }
+    let began = Instant::now();
+    let batches = try_join_all(running.into_iter().map(|relay| tokio::spawn(publish_all(relay)))).await?;
+    let took = began.elapsed();
+    let left: i64 =
+        sqlx::query_scalar("SELECT count(*) FROM outbox_deliveries WHERE published_at IS NULL").fetch_one(&db).await?;
+    anyhow::ensure!(left == 0, "{left} events were left");
+    let batches: Vec<Vec<Duration>> = batches.into_iter().collect::<anyhow::Result<_>>()?;
+    Ok(((EVENTS / bench.smaller) as f64 / took.as_secs_f64(), batches.concat()))
+}
+
+async fn publish_all(relay: Relay) -> anyhow::Result<Vec<Duration>> {
+    let mut batches = Vec::new();
+    loop {
+        let began = Instant::now();
+        if relay.run_once().await?.seen == 0 {
+            return Ok(batches);
+        }
+        batches.push(began.elapsed());
+    }
+}
+
+/// Events of many aggregates, shuffled together, as orders are.
+async fn fill(db: &PgPool, events: u64, published: bool) -> anyhow::Result<()> {
+    const CHUNK: u64 = 100_000;
+    for first in (0..events).step_by(CHUNK as usize) {
+        let insert = sqlx::query(
+            "WITH event AS (
+                INSERT INTO outbox_events (event_id, aggregate_type, aggregate_id, aggregate_sequence, event_type,
+                                           event_version, payload, headers)
+                SELECT gen_random_uuid(), 'order', md5(($5 || n % $3)::text)::uuid, n / $3 + 1, 'OrderCreated', 1,
+                       jsonb_build_object('order_id', gen_random_uuid(), 'customer_id', gen_random_uuid(),
+                                          'total', jsonb_build_object('amount', 12500, 'currency', 'EUR')),
+                       '{\"correlationid\": \"0197a5c0-0000-7000-8000-000000000001\"}'
+                FROM generate_series($1::bigint, $2::bigint - 1) AS n
+                RETURNING *
+            )
+            INSERT INTO outbox_deliveries (event_id, aggregate_type, aggregate_id, aggregate_sequence, created_at, published_at)
+            SELECT event_id, aggregate_type, aggregate_id, aggregate_sequence, created_at, CASE WHEN $4 THEN now() END
+            FROM event",
+        );
+        let last = (first + CHUNK).min(events);
+        let kind = if published { "kept" } else { "new" };
+        insert
+            .bind(first as i64)
+            .bind(last as i64)
+            .bind(AGGREGATES as i64)
+            .bind(published)
+            .bind(kind)
+            .execute(db)
+            .await?;
+    }
+    sqlx::raw_sql("VACUUM ANALYZE outbox_deliveries; VACUUM ANALYZE outbox_events; CHECKPOINT").execute(db).await?;
+    Ok(())
+}
+
+/// The limit: messages of the same size, as many in flight as the client takes.
+pub async fn pipelined(bench: &Bench) -> anyhow::Result<f64> {
+    let nats = bench.nats().await?;
+    let count = EVENTS / bench.smaller;
+    let jetstream = stream(&nats, "orders").await?;
+    let began = Instant::now();
+    let publish = |_| {
+        let (headers, payload) = message();
+        let jetstream = jetstream.clone();
+        async move { jetstream.publish_with_headers("orders.OrderCreated", headers, payload.into()).await?.await }
+    };
+    let mut acks = futures::stream::iter(0..count).map(publish).buffer_unordered(IN_FLIGHT);
+    while let Some(ack) = acks.next().await {
+        ack?;
+    }
+    Ok(count as f64 / began.elapsed().as_secs_f64())
+}
+
+/// A stream like a service's.
+pub async fn stream(nats: &Nats, prefix: &str) -> anyhow::Result<async_nats::jetstream::Context> {
+    let jetstream = nats.jetstream().await?;
+    let config = async_nats::jetstream::stream::Config {
+        name: prefix.to_uppercase(),
+        subjects: vec![format!("{prefix}.*")],
+        discard: async_nats::jetstream::stream::DiscardPolicy::New,
+        max_age: Duration::from_secs(7 * 86_400),
+        ..Default::default()
+    };
+    jetstream.create_stream(config).await?;
+    Ok(jetstream)
+}
+
+/// An `OrderCreated` as order-service's relay sends it.
+pub fn message() -> (HeaderMap, String) {
+    let (event, order) = (Uuid::now_v7().to_string(), Uuid::now_v7().to_string());
+    let mut headers = HeaderMap::new();
+    for (name, value) in [
+        ("ce-specversion", "1.0"),
+        ("ce-id", &event),
+        ("ce-source", "/order-service"),
+        ("ce-type", "OrderCreated"),
+        ("ce-time", "2026-01-02T03:04:05.000006Z"),
+        ("ce-subject", &order),
+        ("ce-sequence", "1"),
+        ("ce-aggregatetype", "order"),
+        ("ce-dataschemaversion", "1"),
+        ("ce-correlationid", &event),
+        ("ce-datacontenttype", "application/json"),
+        ("content-type", "application/json"),
+        ("Nats-Msg-Id", &event),
+    ] {
+        headers.insert(name, value);
+    }
+    let payload =
+        format!(r#"{{"order_id":"{order}","customer_id":"{event}","total":{{"amount":12500,"currency":"EUR"}}}}"#);
+    (headers, payload)
+}
