@@ -25,5 +25,6 @@ FROM gcr.io/distroless/cc-debian12:nonroot
 COPY --from=build /src/target/release/order-service \
                   /src/target/release/payment-service \
                   /src/target/release/outbox-relay \
+                  /src/target/release/outboxctl \
                   /usr/local/bin/
 ENV LOG_FORMAT=json

@@ -46,6 +46,7 @@ pub struct PairBuilder {
     order_settings: Vec<(String, String)>,
     payment_settings: Vec<(String, String)>,
     own_servers: bool,
+    databases: Option<[String; 2]>,
 }
 
 impl Pair {
@@ -56,7 +57,14 @@ impl Pair {
 
     /// To start another kind of pair.
     pub fn builder() -> PairBuilder {
-        PairBuilder { orders: 1, payments: 1, order_settings: vec![], payment_settings: vec![], own_servers: false }
+        PairBuilder {
+            orders: 1,
+            payments: 1,
+            order_settings: vec![],
+            payment_settings: vec![],
+            own_servers: false,
+            databases: None,
+        }
     }
 
     /// The PostgreSQL server, where the pair has [its own](PairBuilder::own_servers).
@@ -124,6 +132,13 @@ impl PairBuilder {
         self
     }
 
+    /// Databases that are there already: of order-service, and of payment-service. A setting may tell
+    /// a service to go there by another way.
+    pub fn databases(mut self, orders: &str, payments: &str) -> Self {
+        self.databases = Some([orders.to_owned(), payments.to_owned()]);
+        self
+    }
+
     /// Starts the pair, and returns when it is ready.
     pub async fn start(self) -> Pair {
         self.try_start().await.unwrap_or_else(|reason| panic!("the pair does not start: {reason:?}"))
@@ -135,8 +150,10 @@ impl PairBuilder {
             Some(own) => own,
             None => Postgres::shared().await?,
         };
-        let orders_url = postgres.create_database("orders").await?;
-        let payments_url = postgres.create_database("payments").await?;
+        let [orders_url, payments_url] = match self.databases {
+            Some(databases) => databases,
+            None => [postgres.create_database("orders").await?, postgres.create_database("payments").await?],
+        };
         let nats = if self.own_servers { Nats::start().await? } else { Nats::fresh().await? };
 
         let orders = start(self.orders, "order-service", &orders_url, &nats, &self.order_settings).await?;

@@ -9,7 +9,7 @@ use tokio::sync::{Mutex, OnceCell};
 use crate::place::{build_folder, stack_folder, target_folder};
 use crate::progress::say;
 
-const PROGRAMS: [&str; 3] = ["order-service", "payment-service", "outbox-relay"];
+const PROGRAMS: [&str; 4] = ["order-service", "payment-service", "outbox-relay", "outboxctl"];
 
 /// The workspace's root folder.
 pub fn workspace() -> PathBuf {

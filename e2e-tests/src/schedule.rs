@@ -108,8 +108,8 @@ impl Schedule {
         let mut rng = Rng::with_seed(seed);
         let settings = settings(&mut rng);
         let orders = orders(&mut rng, length);
-        let often = 1_000..5_000;
-        let rarely = 3_000..9_000;
+        let often = 500..4_000;
+        let rarely = 2_000..8_000;
         let may_lose = length >= LONG;
         let lanes = vec![
             lane(&mut rng, length, &often, |rng| of_a_program(rng, 0)),
@@ -185,12 +185,14 @@ fn lane(
     let mut at = Duration::ZERO;
     loop {
         at += millis(rng, pause.clone());
-        let (fault, lasts) = draw(rng);
-        if at + lasts > length {
+        if at > length {
             return faults;
         }
-        faults.push(FaultPlan { at, lasts, fault });
-        at += lasts;
+        let (fault, lasts) = draw(rng);
+        if at + lasts <= length {
+            faults.push(FaultPlan { at, lasts, fault });
+            at += lasts;
+        }
     }
 }
 

@@ -52,7 +52,7 @@ pub async fn run(config: Config) -> Result<ExitCode, String> {
     let stream = Stream::new(broker.clone(), name.clone(), config.stream, config.relaying.relay_publish_timeout);
     let relay = Relay::new(db.clone(), stream.clone(), config.relaying);
     let nudge = relay.nudge();
-    process.serve("admin", admin_listener, admin(process.health(), db.clone(), broker.clone()));
+    process.serve_admin(admin_listener, admin(process.health(), db.clone(), broker.clone()));
     process.serve("http", http_listener, http::router(db.clone(), nudge.clone(), process.writes(), process.health()));
     let migrations = (config.migrate == Switch::On).then(migrations);
     if let Some(code) = process.prepare_database(&db, migrations, &name).await {

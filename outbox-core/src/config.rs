@@ -225,7 +225,7 @@ pub struct ProcessConfig {
     #[arg(long, env, default_value = "pretty")]
     pub log_format: LogFormat,
     /// What is logged, such as `info` or `outbox_core=debug,info`.
-    #[arg(long, env, default_value = "info,async_nats=warn")]
+    #[arg(long, env, default_value = "info,async_nats=warn,sqlx=error")]
     pub rust_log: String,
     /// Where spans are exported to, by OTLP over HTTP, such as http://127.0.0.1:4318
     /// [default: nothing is exported].

@@ -18,7 +18,7 @@ use uuid::Uuid;
 
 use crate::config::{ConsumerConfig, Switch};
 use crate::crash_point;
-use crate::database::is_away;
+use crate::database::{in_time, is_away};
 use crate::event::{self, Envelope, Message, WireError};
 use crate::handler::{HandleError, Handler, Incoming};
 use crate::inbox::{self, DeadLetter, ParkReason, Parked};
@@ -201,14 +201,14 @@ impl<H: Handler> Consumer<H> {
 
     pub(crate) async fn handle_parked(&self) -> Result<(Vec<Delivery>, u64), ConsumerError> {
         let (consumer, config) = (self.name(), &self.config);
-        let due = inbox::take_due(
+        let taking = inbox::take_due(
             &self.db,
             consumer,
             config.consumer_batch,
             config.consumer_ack_wait,
             config.consumer_gap_deadline,
-        )
-        .await?;
+        );
+        let due = in_time(taking).await?;
         let parked = |due: &inbox::Due| WasParked { attempts: due.attempts, is_overdue: due.is_overdue };
         self.handle(due.iter().map(|due| (&due.message, Some(parked(due)))).collect()).await
     }
@@ -265,7 +265,7 @@ impl<H: Handler> Consumer<H> {
             }
         }
         if !illegible.is_empty() {
-            self.bury_illegible(&illegible).await?;
+            in_time(self.bury_illegible(&illegible)).await?;
         }
         Ok(items)
     }
@@ -293,7 +293,7 @@ impl<H: Handler> Consumer<H> {
     /// Step 2: what is on record about each event, and is it its aggregate's next?
     async fn look(&self, round: &mut [Item<'_, H>]) -> Result<(), ConsumerError> {
         let envelopes: Vec<&Envelope> = round.iter().map(|item| &item.envelope).collect();
-        let seen = inbox::look(&self.db, self.name(), &envelopes).await?;
+        let seen = in_time(inbox::look(&self.db, self.name(), &envelopes)).await?;
         for (item, seen) in std::iter::zip(round, seen) {
             let sequence = item.envelope.aggregate.sequence;
             let step = std::mem::replace(&mut item.step, Step::Early);
@@ -363,7 +363,7 @@ impl<H: Handler> Consumer<H> {
     /// harms no neighbour. Returns how many parked events became due.
     async fn apply_or_set_aside(&self, items: &mut [Item<'_, H>]) -> Result<u64, ConsumerError> {
         let mut woken = 0;
-        match self.apply(items).await {
+        match in_time(self.apply(items)).await {
             Ok(due) => woken += due,
             Err(ApplyError::Consumer(error)) => return Err(error),
             Err(ApplyError::Handler(error)) => match items {

@@ -1,14 +1,22 @@
 //! The database connection, and which of its errors say that it is away.
 
 use std::error::Error;
+use std::io;
 use std::str::FromStr;
 use std::time::Duration;
 
 use sqlx::migrate::{MigrateError, Migrator};
 use sqlx::postgres::{PgConnectOptions, PgPoolOptions};
-use sqlx::{Connection, PgPool};
+use sqlx::{Connection, PgConnection, PgExecutor, PgPool};
+use tokio::time::timeout;
 
 use crate::config::DatabaseConfig;
+
+/// The database ends every statement before this: who has no answer by then will never get one.
+const ANSWERS_WITHIN: Duration = Duration::from_secs(35);
+
+/// How long a connection that is not in use may take to say that it is there.
+const PING_WITHIN: Duration = Duration::from_secs(1);
 
 /// The outbox and inbox tables. Its own bookkeeping table lets it stand beside a service's.
 fn outbox_migrations() -> Migrator {
@@ -24,8 +32,41 @@ fn outbox_migrations() -> Migrator {
 /// One line that names the setting where the URL cannot be read.
 pub fn pool(config: &DatabaseConfig, service: &str) -> Result<PgPool, String> {
     let options = connect_options("DATABASE_URL", &config.database_url, service)?;
-    let pool = PgPoolOptions::new().max_connections(config.database_pool).acquire_timeout(Duration::from_secs(3));
+    let pool = PgPoolOptions::new()
+        .max_connections(config.database_pool)
+        .acquire_timeout(Duration::from_secs(3))
+        // In the place of the pool's own tests, which wait for an answer for ever. In a failover the address
+        // may lead to a server that takes no writes for a moment: a session made then would be kept for good.
+        .test_before_acquire(false)
+        .before_acquire(|connection, _| Box::pin(pinged(takes_writes(connection))))
+        .after_release(|connection, _| Box::pin(pinged(is_there(connection))));
     Ok(pool.connect_lazy_with(options))
+}
+
+async fn is_there(connection: &mut PgConnection) -> Result<bool, sqlx::Error> {
+    connection.ping().await.map(|()| true)
+}
+
+async fn pinged(asking: impl Future<Output = Result<bool, sqlx::Error>>) -> Result<bool, sqlx::Error> {
+    timeout(PING_WITHIN, asking).await.unwrap_or_else(|_elapsed| Err(no_answer()))
+}
+
+/// Gives up work on the database that gets no answer any more: the network drops a connection, or the
+/// database's host dies, and tells nobody. Whether the work was done is then not known.
+///
+/// # Errors
+/// The work's own; [`is_away`] where there was no answer.
+pub async fn in_time<T, E: From<sqlx::Error>>(work: impl Future<Output = Result<T, E>>) -> Result<T, E> {
+    timeout(ANSWERS_WITHIN, work).await.unwrap_or_else(|_elapsed| Err(no_answer().into()))
+}
+
+fn no_answer() -> sqlx::Error {
+    sqlx::Error::Io(io::Error::new(io::ErrorKind::TimedOut, "no answer"))
+}
+
+/// Asks the database whether it takes writes in this session. A standby does not.
+pub(crate) async fn takes_writes(db: impl PgExecutor<'_>) -> Result<bool, sqlx::Error> {
+    sqlx::query_scalar("SELECT current_setting('transaction_read_only') = 'off'").fetch_one(db).await
 }
 
 /// How to connect to the database at `url`, which `setting` names where it cannot be read.

@@ -5,6 +5,7 @@ use std::time::Duration;
 use sqlx::{PgPool, Row};
 use tokio_util::sync::CancellationToken;
 
+use crate::database::in_time;
 use crate::jetstream::{Broker, Subscription, describe};
 use crate::{inbox, measure, outbox};
 
@@ -78,7 +79,7 @@ impl Gauges {
     pub async fn run(self, shutdown: CancellationToken) {
         let counting = async {
             loop {
-                if let Err(error) = self.run_once().await {
+                if let Err(error) = in_time(self.run_once()).await {
                     tracing::debug!(error = describe(&error), "the gauges stay as they are");
                 }
                 tokio::time::sleep(PERIOD).await;

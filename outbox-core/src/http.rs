@@ -13,12 +13,13 @@ use axum::response::{IntoResponse, Response};
 use axum::{Json, Router};
 use serde_json::json;
 use serde_json::value::RawValue;
+use tokio::time::timeout;
 use tokio_util::task::TaskTracker;
 use tracing::Instrument;
 use tracing::field::Empty;
 use uuid::Uuid;
 
-use crate::database::is_away;
+use crate::database::{in_time, is_away};
 use crate::event::Context;
 use crate::jetstream::describe;
 use crate::measure;
@@ -31,6 +32,9 @@ pub const BODY_LIMIT: usize = 64 * 1024;
 
 /// How long a client may take to send its body.
 const BODY_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How long any request may take: its body, and what it asks of the database.
+const ANSWERED_WITHIN: Duration = Duration::from_secs(50);
 
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
@@ -161,7 +165,11 @@ async fn correlate(mut request: Request, next: Next) -> Response {
     context.traceparent = trace::traceparent(&span).or(context.traceparent);
     request.extensions_mut().insert(context);
     let started = Instant::now();
-    let mut response = next.run(request).instrument(span.clone()).await;
+    let answering = next.run(request).instrument(span.clone());
+    let mut response = timeout(ANSWERED_WITHIN, answering).await.unwrap_or_else(|_elapsed| {
+        Problem::new(StatusCode::SERVICE_UNAVAILABLE, "the service got no answer itself; try again soon")
+            .into_response()
+    });
     let labels = [("method", method.to_string()), ("route", route), ("status", response.status().as_u16().to_string())];
     metrics::histogram!(measure::HTTP_SECONDS, &labels).record(started.elapsed());
     span.record("http.response.status_code", response.status().as_u16());
@@ -257,7 +265,7 @@ where
     F: Future<Output = Result<T, Problem>> + Send + 'static,
     T: Send + 'static,
 {
-    writes.spawn(write).await.unwrap_or_else(|error| Err(Problem::internal(&error)))
+    writes.spawn(in_time(write)).await.unwrap_or_else(|error| Err(Problem::internal(&error)))
 }
 
 #[cfg(test)]

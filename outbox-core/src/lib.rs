@@ -13,6 +13,7 @@ pub mod config;
 pub mod crash;
 pub mod http;
 pub mod measure;
+pub mod operator;
 pub mod telemetry;
 
 mod backoff;
@@ -33,7 +34,7 @@ mod trace;
 
 pub use backoff::Backoff;
 pub use consumer::{Consumer, ConsumerError, Delivery};
-pub use database::{is_away, migrate, pool};
+pub use database::{in_time, is_away, migrate, pool};
 pub use event::{AggregateVersion, Context, Envelope, Event, MESSAGE_ID, Message, StreamPosition, WireError};
 pub use gauges::Gauges;
 pub use handler::{HandleError, Handler, Incoming};

@@ -1,6 +1,7 @@
 //! A process: tasks that are watched, a way to stop, and what an operator can ask it.
 
 use std::collections::{BTreeMap, HashMap};
+use std::future::IntoFuture;
 use std::net::SocketAddr;
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -22,13 +23,16 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use crate::config::ProcessConfig;
-use crate::database::{is_away, migrate};
+use crate::database::{in_time, is_away, migrate, takes_writes};
 use crate::jetstream::{Broker, StreamName, describe};
 use crate::measure;
 use crate::outbox::write_source;
 
 /// What readiness waits for before anything else: that all of the process's tasks run.
 const START: &str = "start";
+
+/// What readiness is red for at the end.
+const STOP: &str = "stop";
 
 /// How often a database that is away at start is tried.
 const DATABASE_RETRY: Duration = Duration::from_secs(1);
@@ -90,6 +94,12 @@ impl Process {
         self.supervise(name, serve(listener, router, shutdown, drain));
     }
 
+    /// Serves the admin listener's `router` to the very end: that the process stops, and why, is asked then.
+    pub fn serve_admin(&self, listener: TcpListener, router: Router) {
+        tokio::spawn(axum::serve(listener, router).into_future());
+        metrics::gauge!(measure::TASK_UP, "task" => "admin").set(1.0);
+    }
+
     /// Migrates the database, unless another role does that, and says in it whose outbox it holds.
     /// Waits for a database that is away. Returns an exit code where the process cannot go on.
     pub async fn prepare_database(
@@ -99,6 +109,7 @@ impl Process {
         stream: &StreamName,
     ) -> Option<ExitCode> {
         let preparing = async {
+            let mut last_said = String::new();
             loop {
                 let error = match try_prepare(db, migrations.as_ref(), stream).await {
                     Ok(()) => break None,
@@ -109,7 +120,10 @@ impl Process {
                     tracing::error!(reason, "the database cannot be migrated");
                     break Some(ExitCode::FAILURE);
                 }
-                tracing::warn!(reason, "the service waits for its database");
+                if last_said != reason {
+                    tracing::warn!(reason, "the service waits for its database");
+                    last_said.clone_from(&reason);
+                }
                 self.health.fail("database", reason);
                 tokio::time::sleep(DATABASE_RETRY).await;
             }
@@ -142,6 +156,7 @@ impl Process {
                 ExitCode::FAILURE
             }
         };
+        self.health.fail(STOP, "stopping".to_owned());
         self.shutdown.cancel();
         self.writes.close();
         let stopping = async {
@@ -175,7 +190,7 @@ async fn try_prepare(db: &PgPool, migrations: Option<&Migrator>, stream: &Stream
     if let Some(migrations) = migrations {
         migrate(db, migrations).await?;
     }
-    Ok(write_source(db, stream).await?)
+    Ok(in_time(write_source(db, stream)).await?)
 }
 
 /// The `migrate` command of a service.
@@ -244,9 +259,9 @@ struct Admin {
 
 async fn ready(State(admin): State<Admin>) -> impl IntoResponse {
     let mut reasons = admin.health.reasons();
-    let asking = sqlx::query("SELECT 1").execute(&admin.db);
-    match tokio::time::timeout(Duration::from_secs(2), asking).await {
-        Ok(Ok(_)) => {}
+    match tokio::time::timeout(Duration::from_secs(2), takes_writes(&admin.db)).await {
+        Ok(Ok(true)) => {}
+        Ok(Ok(false)) => _ = reasons.insert("database", "takes no writes".to_owned()),
         Ok(Err(error)) => _ = reasons.insert("database", error.to_string()),
         Err(_elapsed) => _ = reasons.insert("database", "no answer in 2 seconds".to_owned()),
     }

@@ -11,14 +11,16 @@ use std::time::{Duration, Instant};
 
 use futures::{FutureExt, StreamExt, stream::FuturesUnordered};
 use sqlx::PgPool;
-use sqlx::postgres::PgListener;
+use sqlx::postgres::{PgListener, PgPoolOptions};
 use tokio::sync::Notify;
+use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tracing::{Instrument, Span};
 use uuid::Uuid;
 
 use crate::config::RelayConfig;
 use crate::crash_point;
+use crate::database::in_time;
 use crate::event::{Context, Envelope, Message, WireError};
 use crate::jetstream::{FailureKind, PublishFailure, Stream, describe, permanent};
 use crate::measure;
@@ -188,8 +190,8 @@ impl Relay {
     async fn claim(&self) -> Result<Claim, RelayError> {
         let floor = self.floor();
         let started = Instant::now();
-        let claim =
-            outbox::claim(&self.db, &self.worker, self.config.relay_lease, self.config.relay_batch, &floor).await?;
+        let claiming = outbox::claim(&self.db, &self.worker, self.config.relay_lease, self.config.relay_batch, &floor);
+        let claim = in_time(claiming).await?;
         metrics::histogram!(measure::CLAIM_SECONDS).record(started.elapsed());
         metrics::counter!(measure::EXPIRED_LEASES).increment(claim.expired as u64);
         if !claim.events.is_empty() {
@@ -250,8 +252,7 @@ impl Relay {
     ) -> Vec<Outcome<'a>> {
         let mut outcomes = Vec::with_capacity(events.len());
         for event in events {
-            // A publish that outlives its lease could come after a later event, sent by whoever
-            // took the lease over.
+            // A publish that outlives its lease is one duplicate more, by whoever takes the lease over.
             if shutdown.is_cancelled() || lease.left() < self.config.relay_publish_timeout {
                 break;
             }
@@ -306,7 +307,7 @@ impl Relay {
             let wait = lease.left().saturating_sub(renew_below).max(length / 20);
             tokio::time::sleep(wait).await;
             let renewed = Lease::starting_now(self.config.relay_lease);
-            match outbox::renew(&self.db, claim.lease_id, self.config.relay_lease, &ids).await {
+            match in_time(outbox::renew(&self.db, claim.lease_id, self.config.relay_lease, &ids)).await {
                 Ok(kept) if kept == ids.len() => lease.extend_to(&renewed),
                 // Lost, or the database is away: publishing ends by itself when the time is up.
                 Ok(_) => return std::future::pending().await,
@@ -444,7 +445,7 @@ impl Lease {
         F: Future<Output = Result<T, sqlx::Error>>,
     {
         loop {
-            match settle().await {
+            match in_time(settle()).await {
                 Err(error) if self.left() > Duration::from_secs(1) => {
                     tracing::debug!(error = describe(&error), "the batch could not be settled yet");
                     tokio::time::sleep(Duration::from_millis(200)).await;
@@ -488,23 +489,30 @@ pub(crate) fn to_message(event: &ClaimedEvent, stream: &crate::StreamName) -> Re
 /// in ten milliseconds. A notification that fails is one hint less.
 pub async fn forward_nudges(db: PgPool, nudge: Nudge, shutdown: CancellationToken) {
     while shutdown.run_until_cancelled(nudge.nudged()).await.is_some() {
-        if let Err(error) = outbox::notify(&db).await {
+        if let Err(error) = in_time(outbox::notify(&db)).await {
             tracing::debug!(error = describe(&error), "the relay was not woken");
         }
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
 }
 
+/// After this time without a notification, the connection may be one that the network has dropped.
+const QUIET: Duration = Duration::from_secs(60);
+
+const LISTENS_WITHIN: Duration = Duration::from_secs(5);
+
 /// The other end: turns the notifications of [`forward_nudges`] into nudges. While the database is
 /// away the relay polls.
 pub async fn receive_nudges(db: PgPool, nudge: Nudge, shutdown: CancellationToken) {
     let listening = async {
         loop {
-            // The listener makes its connection again by itself; only the first may fail here.
-            if let Ok(mut listener) = PgListener::connect_with(&db).await
-                && listener.listen(outbox::WAKE_CHANNEL).await.is_ok()
+            // A connection beside the pool's, since it is not given back: whether it is still there
+            // is not known.
+            let own = PgPoolOptions::new().max_connections(1).connect_lazy_with(db.connect_options().as_ref().clone());
+            if let Ok(mut listener) = PgListener::connect_with(&own).await
+                && matches!(timeout(LISTENS_WITHIN, listener.listen(outbox::WAKE_CHANNEL)).await, Ok(Ok(())))
             {
-                while listener.recv().await.is_ok() {
+                while let Ok(Ok(_)) = timeout(QUIET, listener.recv()).await {
                     nudge.nudge();
                 }
             }

@@ -6,6 +6,7 @@ use sqlx::PgPool;
 use tokio_util::sync::CancellationToken;
 
 use crate::config::RetentionConfig;
+use crate::database::in_time;
 use crate::jetstream::describe;
 use crate::outbox::interval;
 
@@ -55,7 +56,7 @@ impl Retention {
         let mut most = 0;
         for sweep in &self.sweeps {
             let delete = sqlx::query(sweep.delete).bind(interval(sweep.age)).bind(BATCH);
-            let removed = delete.execute(&self.db).await?.rows_affected();
+            let removed = in_time(delete.execute(&self.db)).await?.rows_affected();
             if removed > 0 {
                 tracing::debug!(table = sweep.table, removed, "removed what was kept long enough");
             }

@@ -65,7 +65,7 @@ async fn run_with(gateway: impl Gateway, config: Config) -> Result<ExitCode, Str
     let stream = Stream::new(broker.clone(), name.clone(), config.stream, config.relaying.relay_publish_timeout);
     let relay = Relay::new(db.clone(), stream.clone(), config.relaying);
     let nudge = relay.nudge();
-    process.serve("admin", admin_listener, admin(process.health(), db.clone(), broker.clone()));
+    process.serve_admin(admin_listener, admin(process.health(), db.clone(), broker.clone()));
     process.serve("http", http_listener, http::router(db.clone(), process.health()));
     let migrations = (config.migrate == Switch::On).then(migrations);
     if let Some(code) = process.prepare_database(&db, migrations, &name).await {

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use outbox_core::measure;
 use outbox_core::telemetry::TRACE;
-use outbox_core::{Envelope, HandleError, Handler, Incoming, NewEvent, WireError, append_all};
+use outbox_core::{Envelope, HandleError, Handler, Incoming, NewEvent, WireError, append_all, in_time};
 use serde::Deserialize;
 use sqlx::{PgConnection, PgPool};
 use tracing::{Instrument, Span};
@@ -104,7 +104,7 @@ impl<G: Gateway> Handler for Orders<G> {
                 answer.map(Prepared::Charged).map_err(refusal)
             }
             OrderEvent::Cancelled(Cancelled { order_id }) => {
-                let payment = payment::find_by_order(&self.db, *order_id).await?;
+                let payment = in_time(payment::find_by_order(&self.db, *order_id)).await?;
                 let Some(refund) = payment.as_ref().and_then(Payment::refund_request) else {
                     return Ok(Prepared::NothingToRefund);
                 };

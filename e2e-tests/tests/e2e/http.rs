@@ -168,12 +168,14 @@ impl Answer {
 #[track_caller]
 pub fn send(request: RequestBuilder) -> impl Future<Output = Answer> {
     let caller = std::panic::Location::caller();
-    async move {
-        let response = request.send().await.unwrap_or_else(|error| panic!("no answer, {caller}: {error:?}"));
-        let (status, headers) = (response.status().as_u16(), response.headers().clone());
-        let body = response.text().await.unwrap_or_else(|error| panic!("half an answer, {caller}: {error:?}"));
-        Answer { status, headers, body }
-    }
+    async move { try_send(request).await.unwrap_or_else(|error| panic!("no answer, {caller}: {error:?}")) }
+}
+
+/// Sends a request to a service that may be away.
+pub async fn try_send(request: RequestBuilder) -> reqwest::Result<Answer> {
+    let response = request.send().await?;
+    let (status, headers) = (response.status().as_u16(), response.headers().clone());
+    Ok(Answer { status, headers, body: response.text().await? })
 }
 
 /// A connection to the service's public listener.

@@ -25,7 +25,7 @@ async fn post(service: &Service, customer: Uuid, key: &str) -> Answer {
 }
 
 /// Waits until the service says that it is not ready, and that it is because of `part`.
-async fn becomes_unready(service: &Service, part: &str) {
+pub async fn becomes_unready(service: &Service, part: &str) {
     eventually(SOON, &format!("readiness is red because of {part}"), async || {
         let ready = get(service.admin_url("/health/ready")).await;
         let says_why =
@@ -36,7 +36,7 @@ async fn becomes_unready(service: &Service, part: &str) {
     assert_eq!(get(service.admin_url("/health/live")).await.status, 200, "it lives");
 }
 
-async fn becomes_ready(pair: &Pair) {
+pub async fn becomes_ready(pair: &Pair) {
     for service in pair.orders.iter().chain(&pair.payments) {
         service.wait_until_ready(SOON).await.unwrap();
     }

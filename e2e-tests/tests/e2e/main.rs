@@ -1,8 +1,14 @@
 //! The guarantees, each tested on real servers.
 
+mod alerts;
 mod consumer;
 mod crash;
+mod dashboards;
 mod dev;
+mod faults;
+mod faults_broker;
+mod faults_database;
+mod faults_process;
 mod fixture;
 mod gateway;
 mod http;
@@ -14,11 +20,13 @@ mod http_payments;
 mod metrics;
 mod nemesis;
 mod network;
+mod operator;
 mod outbox;
 mod process;
 mod promise;
 mod readme;
 mod relay;
+mod retention;
 mod servers;
 mod startup;
 mod tracing;

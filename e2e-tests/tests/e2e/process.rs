@@ -306,11 +306,11 @@ async fn a_request_in_hand_at_the_signal_is_finished_and_answered() {
 }
 
 #[tokio::test]
-async fn replicas_that_start_at_once_share_one_database() {
+async fn five_replicas_that_start_at_once_share_one_empty_database() {
     let database = Postgres::shared().await.unwrap().create_database("replicas").await.unwrap();
     let broker = format!("nats://127.0.0.1:{}", free_port());
     let settings = [("DATABASE_URL", database.as_str()), ("NATS_URL", &broker)];
-    let replicas = futures::future::try_join_all((0..3).map(|_| Service::start("order-service", &settings)));
+    let replicas = futures::future::try_join_all((0..5).map(|_| Service::start("order-service", &settings)));
     let replicas = replicas.await.unwrap();
     for replica in &replicas {
         answers(replica).await;
@@ -318,7 +318,7 @@ async fn replicas_that_start_at_once_share_one_database() {
         assert_eq!(placed.status, 201, "{placed:?}");
     }
     let list = send(http_client().get(replicas[0].url("/orders"))).await.json();
-    assert_eq!(list["items"].as_array().unwrap().len(), 3);
+    assert_eq!(list["items"].as_array().unwrap().len(), 5);
 }
 
 #[tokio::test]

@@ -7,7 +7,9 @@ use std::time::Duration;
 
 use clap::{Parser, Subcommand};
 use outbox_core::config::{BrokerConfig, DatabaseConfig, ProcessConfig, RelayConfig, StreamConfig};
-use outbox_core::{Broker, Gauges, Process, Relay, Stream, StreamName, admin, bind, check_health, receive_nudges};
+use outbox_core::{
+    Broker, Gauges, Process, Relay, Stream, StreamName, admin, bind, check_health, in_time, receive_nudges,
+};
 use sqlx::PgPool;
 
 /// Publishes the outbox of the service whose database it is given.
@@ -67,7 +69,7 @@ async fn run(config: Config) -> Result<ExitCode, String> {
     let service = name.source.trim_start_matches('/');
     let broker = Broker::connect(&config.broker, service).await.map_err(|error| error.to_string())?;
     let stream = Stream::new(broker.clone(), name, config.stream, config.relaying.relay_publish_timeout);
-    process.serve("admin", admin_listener, admin(process.health(), db.clone(), broker));
+    process.serve_admin(admin_listener, admin(process.health(), db.clone(), broker));
     process.supervise("stream", stream.clone().keep(process.health(), process.shutdown()));
     let relay = Relay::new(db.clone(), stream, config.relaying);
     process.supervise("gauges", Gauges::new(db.clone()).run(process.shutdown()));
@@ -80,7 +82,7 @@ async fn run(config: Config) -> Result<ExitCode, String> {
 async fn wait_for_source(db: &PgPool) -> StreamName {
     let mut is_said = false;
     loop {
-        match outbox_core::source(db).await {
+        match in_time(outbox_core::source(db)).await {
             Ok(Some(name)) => return name,
             result if !is_said => {
                 tracing::warn!(?result, "waiting for the service whose outbox this is");

@@ -1,0 +1,72 @@
+//! `requeue`, `release` and `purge`.
+
+use std::fmt::Write;
+
+use outbox_core::operator::{Operator, OperatorError, Really, Repaired};
+use serde_json::json;
+use tokio_util::sync::CancellationToken;
+
+use crate::args::{PurgeArgs, RequeueArgs};
+use crate::output::{Answer, bad, events, not_done, scope};
+use crate::resend::Meter;
+
+pub(crate) async fn requeue(operator: &Operator, args: &RequeueArgs) -> Result<Answer, OperatorError> {
+    let repaired = operator.requeue(&args.selection(), args.yes.really()).await?;
+    Ok(answer("requeue", "requeued", &repaired, args.yes.really()))
+}
+
+pub(crate) async fn release(operator: &Operator, worker: &str, really: Really) -> Result<Answer, OperatorError> {
+    let repaired = operator.release(worker, really).await?;
+    Ok(answer("release", "released", &repaired, really))
+}
+
+fn answer(what: &str, done: &str, repaired: &Repaired, really: Really) -> Answer {
+    let count = events(repaired.scope.total.events);
+    let mut text = match really {
+        Really::Yes => format!("{done} {count}"),
+        Really::DryRun => format!("would {what} {count}"),
+    };
+    if repaired.followers > 0 {
+        let _ = write!(text, ", and make {} due that wait behind them", events(repaired.followers as i64));
+    }
+    text.push('\n');
+    text += &scope(&repaired.scope);
+    for id in &repaired.refused {
+        text += &bad(format!("{id} is not failed, or not there"));
+    }
+    if really == Really::DryRun {
+        text += &not_done();
+    }
+    let json = json!({"what": what, "dry_run": really == Really::DryRun, "result": repaired});
+    Answer::new(&json, text).with_problem(!repaired.refused.is_empty())
+}
+
+pub(crate) async fn purge(
+    operator: &Operator,
+    args: &PurgeArgs,
+    stop: &CancellationToken,
+) -> Result<Answer, OperatorError> {
+    let really = args.yes.really();
+    let purgeable = operator.purgeable(args.older_than).await?;
+    let of = purgeable.total.events;
+    let (removed, mut text) = match really {
+        Really::DryRun => (0, format!("would remove {}\n", events(of))),
+        Really::Yes => {
+            let mut meter = Meter::new("removed");
+            let removed = operator.purge(args.older_than, stop, |removed| meter.show(removed as i64, of)).await?;
+            (removed, format!("removed {}\n", events(removed as i64)))
+        }
+    };
+    text += &scope(&purgeable);
+    if really == Really::DryRun {
+        text += &not_done();
+    }
+    if stop.is_cancelled() {
+        text += &bad("stopped before its end");
+    }
+    let json = json!({
+        "what": "purge", "dry_run": really == Really::DryRun,
+        "result": {"scope": purgeable, "removed": removed},
+    });
+    Ok(Answer::new(&json, text).with_problem(stop.is_cancelled()))
+}
