@@ -30,7 +30,7 @@ pub struct Status {
     pub processed_last_minute: i64,
     /// Leases by worker.
     pub leases: Vec<Lease>,
-    /// Aggregates whose events are held back by a failed one; the first [`BLOCKED_SHOWN`] of them.
+    /// Aggregates whose events are held back by a failed one; the first `BLOCKED_SHOWN` of them.
     pub blocked: Vec<BlockedAggregate>,
     /// Parked events by consumer and reason.
     pub parked: Vec<CountOfParked>,
