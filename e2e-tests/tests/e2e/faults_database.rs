@@ -190,6 +190,10 @@ async fn tables_that_are_locked_for_longer_than_anyone_waits_delay_everything_an
         becomes_ready(&pair).await;
     })
     .await;
+    for service in [&pair.orders[0], &pair.payments[0]] {
+        let lines = service.log().lines().count();
+        assert!(lines < 50, "it said {lines} lines\n{}", service.last_words());
+    }
     assert!(placed.turned_away > 0);
     all_is_well(&pair, &placed).await;
     no_event_is_blamed(&pair).await;

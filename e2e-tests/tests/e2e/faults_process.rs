@@ -72,6 +72,10 @@ async fn processes_whose_clocks_differ_by_twenty_minutes_keep_the_promise() {
     })
     .await;
     all_is_well(&pair, &placed).await;
+    for service in pair.orders.iter().chain(&pair.payments) {
+        let metrics = send(http_client().get(service.admin_url("/metrics"))).await.body;
+        assert!(metrics.contains("outbox_published_total{"), "{} has had its share: {metrics}", service.name());
+    }
     let mut clocks: Vec<i64> = placed.orders.iter().map(|id| minutes_ahead(*id)).collect();
     clocks.sort_unstable();
     assert!(clocks[0] <= -9 && clocks[clocks.len() - 1] >= 8, "from {} to {}", clocks[0], clocks[clocks.len() - 1]);

@@ -91,7 +91,7 @@ enum Verdict {
 }
 
 impl Operator {
-    /// The dead letters that a selection means; its ids may be those of letters or of events. Oldest first.
+    /// The dead letters that a selection means; its ids may be those of letters or of events.
     ///
     /// # Errors
     /// The database's.
@@ -121,8 +121,7 @@ impl Operator {
     /// # Errors
     /// The database's; the aggregates before are done.
     pub async fn retry(&self, selection: &Selection, really: Really) -> Result<Settled, OperatorError> {
-        self.settle("dead-letters retry", selection, really, async |tx, consumer, row| retry(tx, consumer, row).await)
-            .await
+        self.settle("dead-letters retry", selection, really, retry).await
     }
 
     /// Gives dead letters up: their aggregates go on as if they had taken effect. The letter stays as
@@ -131,10 +130,7 @@ impl Operator {
     /// # Errors
     /// The database's; the aggregates before are done.
     pub async fn discard(&self, selection: &Selection, really: Really) -> Result<Settled, OperatorError> {
-        self.settle("dead-letters discard", selection, really, async |tx, consumer, row| {
-            discard(tx, consumer, row).await
-        })
-        .await
+        self.settle("dead-letters discard", selection, really, discard).await
     }
 
     async fn settle(

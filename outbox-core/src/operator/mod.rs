@@ -95,6 +95,7 @@ impl Operator {
         let options = connect_options(setting, url, "outboxctl")?.options([
             // To look at everything that is retained takes its time.
             ("statement_timeout", "15min"),
+            ("work_mem", "64MB"),
             // Times are shown as the database writes them.
             ("TimeZone", "UTC"),
         ]);

@@ -104,10 +104,10 @@ impl Operator {
             action.advance(batch as usize, json!({"cutoff": cutoff})).await?;
             progress(removed);
             if batch == 0 {
+                action.end().await?;
                 break;
             }
         }
-        action.end().await?;
         Ok(removed)
     }
 }

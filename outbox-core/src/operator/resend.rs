@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 use futures::future::join_all;
 use serde::Serialize;
 use serde_json::json;
+use sqlx::Row;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
@@ -28,7 +29,7 @@ use crate::outbox::{ClaimedEvent, claimed_event};
 use crate::relay::to_message;
 
 /// The most events in flight.
-const CHUNK: usize = 500;
+const CHUNK: usize = 2_000;
 
 /// How often one event is tried.
 const ATTEMPTS: u32 = 8;
@@ -131,8 +132,8 @@ impl Operator {
             Some(event) => self.position(event).await?,
             None => Position::start(),
         };
-        let of = self.published(selection).await?.total.events;
-        let rate = Some(rate);
+        let counting = selection.query(COUNT_PUBLISHED).fetch_one(&self.db);
+        let (of, rate) = (counting.await?.try_get(0)?, Some(rate));
         let sending = Sending { what: "replay", selection, from, rate, held: Vec::new(), is_fresh: true, of };
         self.send(stream, sending, stop, progress).await
     }
@@ -142,7 +143,10 @@ impl Operator {
     /// # Errors
     /// [`OperatorError`].
     pub async fn missing_in_stream(&self, stream: &Stream) -> Result<usize, OperatorError> {
-        let held = event_ids(stream.broker(), &stream.name().name).await?;
+        self.missing_in(&event_ids(stream.broker(), &stream.name().name).await?).await
+    }
+
+    async fn missing_in(&self, held: &[Uuid]) -> Result<usize, OperatorError> {
         let published: Vec<Uuid> = sqlx::query_scalar(ALL_PUBLISHED).fetch_all(&self.db).await?;
         Ok(published.iter().filter(|id| held.binary_search(id).is_err()).count())
     }
@@ -161,14 +165,15 @@ impl Operator {
     ) -> Result<Resent, OperatorError> {
         stream.ensure().await?;
         let everything = Selection::default();
+        let held = event_ids(stream.broker(), &stream.name().name).await?;
         let sending = Sending {
             what: "rebuild",
             selection: &everything,
             from: Position::start(),
             rate,
-            held: event_ids(stream.broker(), &stream.name().name).await?,
+            of: self.missing_in(&held).await? as i64,
+            held,
             is_fresh: false,
-            of: self.missing_in_stream(stream).await? as i64,
         };
         self.send(stream, sending, stop, progress).await
     }
@@ -295,6 +300,8 @@ async fn send_one(stream: &Stream, event: &ClaimedEvent, message_id: String) -> 
 }
 
 const PUBLISHED: &str = count!(chosen!("delivery.published_at IS NOT NULL"));
+
+const COUNT_PUBLISHED: &str = concat!("SELECT count(*)", chosen!("delivery.published_at IS NOT NULL"));
 
 const PUBLISHED_OF: &str = "
 SELECT event_id FROM outbox_deliveries WHERE event_id = ANY ($1) AND published_at IS NOT NULL";

@@ -2,8 +2,9 @@
 
 use serde::Serialize;
 use sqlx::postgres::PgArguments;
-use sqlx::{PgConnection, Postgres, Row, query::Query};
+use sqlx::{FromRow, PgConnection, Postgres, query::Query};
 use time::OffsetDateTime;
+use time::format_description::well_known::Rfc3339;
 use uuid::Uuid;
 
 /// Events that an operator means: those that all of this is true of.
@@ -39,7 +40,7 @@ impl Selection {
 
     /// For the record.
     pub(super) fn as_json(&self) -> serde_json::Value {
-        let time = |time: Option<OffsetDateTime>| time.map(|time| time.to_string());
+        let time = |time: Option<OffsetDateTime>| time.and_then(|time| time.format(&Rfc3339).ok());
         serde_json::json!({
             "ids": self.ids, "aggregate": self.aggregate, "type": self.event_type,
             "since": time(self.since), "until": time(self.until),
@@ -80,7 +81,7 @@ pub struct Scope {
 }
 
 /// Events, and the time range in which they were appended.
-#[derive(Debug, Clone, Serialize, sqlx::FromRow)]
+#[derive(Debug, Clone, Serialize, FromRow)]
 #[allow(missing_docs)]
 pub struct TypeScope {
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -91,42 +92,43 @@ pub struct TypeScope {
     pub newest: Option<String>,
 }
 
-/// The scope of a query that begins with [`count`]: its first row is the total.
+/// The scope that a query made with [`count`] finds: its first row is the total.
 pub(super) async fn fetch_scope(
     query: Query<'_, Postgres, PgArguments>,
     db: &mut PgConnection,
 ) -> Result<Scope, sqlx::Error> {
     let rows = query.fetch_all(db).await?;
-    let part = |row: &sqlx::postgres::PgRow| {
-        Ok::<_, sqlx::Error>(TypeScope {
-            event_type: row.try_get("event_type")?,
-            events: row.try_get("events")?,
-            aggregates: row.try_get("aggregates")?,
-            oldest: row.try_get("oldest")?,
-            newest: row.try_get("newest")?,
-        })
-    };
-    let mut parts: Vec<TypeScope> = rows.iter().map(part).collect::<Result<_, _>>()?;
-    if parts.is_empty() {
-        return Err(sqlx::Error::RowNotFound);
-    }
-    Ok(Scope { total: parts.remove(0), types: parts })
+    let mut parts = rows.iter().map(TypeScope::from_row);
+    let total = parts.next().ok_or(sqlx::Error::RowNotFound)??;
+    Ok(Scope { total, types: parts.collect::<Result<_, _>>()? })
 }
 
 /// Counts what [`chosen`] finds: type by type, and, on a first row without a type, altogether.
+/// Aggregate by aggregate first, which is hashed: counting distinct ones would sort everything.
 macro_rules! count {
     ($($from:tt)+) => {
         concat!(
             "
-SELECT event.event_type,
-       count(*) AS events,
-       count(DISTINCT (delivery.aggregate_type, delivery.aggregate_id)) AS aggregates,
-       to_json(min(delivery.created_at)) #>> '{}' AS oldest,
-       to_json(max(delivery.created_at)) #>> '{}' AS newest",
+WITH by_aggregate AS (
+    SELECT event.event_type, event.aggregate_type, event.aggregate_id,
+           count(*) AS events, min(delivery.created_at) AS oldest, max(delivery.created_at) AS newest",
             $($from)+,
             "
-GROUP BY GROUPING SETS ((event.event_type), ())
-ORDER BY grouping(event.event_type) DESC, event.event_type"
+    GROUP BY event.event_type, event.aggregate_type, event.aggregate_id
+)
+SELECT event_type, sum(events)::bigint AS events, count(*) AS aggregates,
+       to_json(min(oldest)) #>> '{}' AS oldest, to_json(max(newest)) #>> '{}' AS newest
+FROM by_aggregate
+GROUP BY event_type
+UNION ALL
+SELECT NULL, coalesce(sum(events), 0)::bigint, count(*),
+       to_json(min(oldest)) #>> '{}', to_json(max(newest)) #>> '{}'
+FROM (
+    SELECT sum(events) AS events, min(oldest) AS oldest, max(newest) AS newest
+    FROM by_aggregate
+    GROUP BY aggregate_type, aggregate_id
+) aggregate
+ORDER BY event_type NULLS FIRST"
         )
     };
 }

@@ -30,7 +30,7 @@ pub struct Status {
     pub processed_last_minute: i64,
     /// Leases by worker.
     pub leases: Vec<Lease>,
-    /// Aggregates whose events are held back by a failed one; the first `BLOCKED_SHOWN` of them.
+    /// Aggregates whose events are held back by a failed one; the twenty that have been for longest.
     pub blocked: Vec<BlockedAggregate>,
     /// Parked events by consumer and reason.
     pub parked: Vec<CountOfParked>,
@@ -128,7 +128,7 @@ impl Operator {
 }
 
 /// So many blocked aggregates are shown.
-pub const BLOCKED_SHOWN: i64 = 20;
+const BLOCKED_SHOWN: i64 = 20;
 
 /// Each from an index that holds no more than it counts.
 const FLOW: &str = "

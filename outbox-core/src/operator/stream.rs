@@ -9,6 +9,7 @@ use async_nats::jetstream::consumer::{self, DeliverPolicy};
 use futures::{StreamExt, TryStreamExt};
 use serde::Serialize;
 use time::OffsetDateTime;
+use time::format_description::well_known::Rfc3339;
 use uuid::Uuid;
 
 use crate::event::ID;
@@ -139,7 +140,7 @@ pub async fn first_copy(
         let Ok(info) = message.info() else { return true };
         if id_in(message.headers.as_ref()) == Some(event_id) {
             let (stream, sequence) = (info.stream.to_owned(), info.stream_sequence);
-            found = Some(Copy { stream, sequence, stored_at: info.published.to_string() });
+            found = Some(Copy { stream, sequence, stored_at: rfc3339(info.published) });
         }
         found.is_none() && info.published < published_at + CLOCKS
     })
@@ -190,6 +191,11 @@ async fn read_headers(
             return Ok(());
         }
     }
+}
+
+fn rfc3339(time: OffsetDateTime) -> String {
+    // Only years beyond 9999 cannot be written so.
+    time.format(&Rfc3339).unwrap_or_else(|_| time.to_string())
 }
 
 fn id_in(headers: Option<&HeaderMap>) -> Option<Uuid> {

@@ -12,7 +12,7 @@ use time::format_description::well_known::Rfc3339;
 use uuid::Uuid;
 
 use crate::args::ListArgs;
-use crate::output::{Answer, Table, bad, heading, optional, optional_time, state, time as shown_time};
+use crate::output::{Answer, Table, bad, heading, optional, optional_time, printable, state, time as shown_time};
 
 pub(crate) async fn list(operator: &Operator, args: &ListArgs) -> Result<Answer, OperatorError> {
     let (since, until) = args.range.resolve(operator).await?;
@@ -159,14 +159,15 @@ fn describe(path: &Path) -> String {
 
 fn describe_event(event: &EventRow, path: &Path) -> String {
     let mut text = String::new();
-    let cell = |value: &Option<String>| value.clone().unwrap_or_else(|| "none".to_owned());
-    let _ = writeln!(text, "\n{} {}", event.event_id, event.event_type);
-    let _ = writeln!(text, "  correlation id  {}", cell(&event.correlation_id));
+    let _ = writeln!(text, "\n{} {}", event.event_id, printable(&event.event_type));
+    if let Some(correlation_id) = &event.correlation_id {
+        let _ = writeln!(text, "  correlation id  {}", printable(correlation_id));
+    }
     if let Some(payload) = &event.payload {
-        let _ = writeln!(text, "  payload         {payload}");
+        let _ = writeln!(text, "  payload         {}", printable(payload));
     }
     if let (Some(worker), Some(until)) = (&event.locked_by, &event.lock_until) {
-        let _ = writeln!(text, "  leased          by {worker} until {until}");
+        let _ = writeln!(text, "  leased          by {} until {until}", printable(worker));
     }
     if let Some(published_at) = &event.published_at {
         let _ = writeln!(text, "  published       {published_at}");

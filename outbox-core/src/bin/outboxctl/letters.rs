@@ -7,7 +7,7 @@ use serde_json::json;
 use uuid::Uuid;
 
 use crate::args::{LettersArgs, LettersFilter};
-use crate::output::{Answer, Table, bad, not_done, optional, time, warning};
+use crate::output::{Answer, Table, bad, not_done, optional, printable, time, warning};
 
 pub(crate) async fn list(operator: &Operator, filter: &LettersFilter) -> Result<Answer, OperatorError> {
     let letters = operator.dead_letters(&filter.selection()).await?;
@@ -42,9 +42,9 @@ pub(crate) async fn show(operator: &Operator, id: Uuid) -> Result<Answer, Operat
     for (letter, contents) in &opened {
         text += &table(std::slice::from_ref(letter));
         if let (Some(stream), Some(sequence)) = (&letter.stream, letter.stream_sequence) {
-            let _ = writeln!(text, "\nmessage {sequence} of stream {stream}");
+            let _ = writeln!(text, "\nmessage {sequence} of stream {}", printable(stream));
         }
-        let _ = writeln!(text, "\n{}", letter.subject);
+        let _ = writeln!(text, "\n{}", printable(&letter.subject));
         let headers: Vec<(&String, &String)> = contents.headers.iter().collect();
         text += &Table::of(["header", "value"], &headers, |(name, value)| [name.into(), value.into()]).to_string();
         let _ = writeln!(text, "\n{}", printable(&contents.payload));
@@ -53,11 +53,6 @@ pub(crate) async fn show(operator: &Operator, id: Uuid) -> Result<Answer, Operat
         }
     }
     Ok(Answer::new(&opened, text))
-}
-
-/// What a payload says must not command the terminal.
-fn printable(payload: &str) -> String {
-    payload.chars().map(|c| if c.is_control() && c != '\n' { ' ' } else { c }).collect()
 }
 
 pub(crate) async fn retry(operator: &Operator, args: &LettersArgs) -> Result<Answer, OperatorError> {

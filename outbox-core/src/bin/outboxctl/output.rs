@@ -31,9 +31,9 @@ impl Answer {
         Self { json, text, has_problem: false }
     }
 
-    /// The exit code says that there is a problem.
+    /// If so, the exit code says that there is a problem.
     pub(crate) fn with_problem(self, has_problem: bool) -> Self {
-        Self { has_problem, ..self }
+        Self { has_problem: self.has_problem || has_problem, ..self }
     }
 
     /// Prints it; without colours where nobody would see them.
@@ -72,7 +72,12 @@ pub(crate) fn heading(line: impl Display) -> String {
 }
 
 fn styled(style: Style, line: impl Display) -> String {
-    format!("{style}{line}{style:#}\n")
+    format!("{style}{}{style:#}\n", printable(line))
+}
+
+/// What an event or an error says, so that it can neither break a table nor command the terminal.
+pub(crate) fn printable(text: impl Display) -> String {
+    text.to_string().chars().map(|c| if c.is_control() { ' ' } else { c }).collect()
 }
 
 /// What stands at one place of a table.
@@ -84,9 +89,7 @@ pub(crate) struct Cell {
 
 impl<T: Display> From<T> for Cell {
     fn from(value: T) -> Self {
-        // What a message or an error says must neither break the table nor command the terminal.
-        let text = value.to_string().chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
-        Self { text, style: Style::new() }
+        Self { text: printable(value), style: Style::new() }
     }
 }
 

@@ -46,27 +46,17 @@ pub(crate) async fn purge(
     args: &PurgeArgs,
     stop: &CancellationToken,
 ) -> Result<Answer, OperatorError> {
-    let really = args.yes.really();
-    let purgeable = operator.purgeable(args.older_than).await?;
-    let of = purgeable.total.events;
-    let (removed, mut text) = match really {
-        Really::DryRun => (0, format!("would remove {}\n", events(of))),
-        Really::Yes => {
-            let mut meter = Meter::new("removed");
-            let removed = operator.purge(args.older_than, stop, |removed| meter.show(removed as i64, of)).await?;
-            (removed, format!("removed {}\n", events(removed as i64)))
-        }
-    };
-    text += &scope(&purgeable);
-    if really == Really::DryRun {
-        text += &not_done();
+    if args.yes.really() == Really::DryRun {
+        let purgeable = operator.purgeable(args.older_than).await?;
+        let text = format!("would remove {}\n", events(purgeable.total.events)) + &scope(&purgeable) + &not_done();
+        return Ok(Answer::new(&json!({"what": "purge", "dry_run": true, "result": {"scope": purgeable}}), text));
     }
+    let mut meter = Meter::new("removed");
+    let removed = operator.purge(args.older_than, stop, |removed| meter.show(removed as i64, None)).await?;
+    let mut text = format!("removed {}\n", events(removed as i64));
     if stop.is_cancelled() {
         text += &bad("stopped before its end");
     }
-    let json = json!({
-        "what": "purge", "dry_run": really == Really::DryRun,
-        "result": {"scope": purgeable, "removed": removed},
-    });
+    let json = json!({"what": "purge", "dry_run": false, "result": {"removed": removed}});
     Ok(Answer::new(&json, text).with_problem(stop.is_cancelled()))
 }

@@ -1,6 +1,7 @@
 //! `replay` and `rebuild`.
 
 use std::io::{IsTerminal, Write};
+use std::num::NonZeroU32;
 use std::time::{Duration, Instant};
 
 use outbox_core::operator::{
@@ -27,25 +28,25 @@ pub(crate) async fn replay(
     stop: &CancellationToken,
 ) -> Result<Answer, OperatorError> {
     let selection = args.selection(operator).await?;
-    let chosen = operator.published(&selection).await?;
     let refused = operator.not_published(&selection).await?;
-    if args.yes.really() == Really::DryRun {
+    let answer = if args.yes.really() == Really::DryRun {
+        let chosen = operator.published(&selection).await?;
         let text = format!("would publish {} again, {} a second\n", events(chosen.total.events), args.rate);
-        return Ok(answer("replay", &chosen, &refused, None, text));
-    }
-    await_connection(&broker).await?;
-    let stream = Stream::existing(broker, operator.source().await?, PUBLISH_TIMEOUT);
-    let mut meter = Meter::new("published again");
-    let progress = |progress: Progress| meter.show(progress.sent as i64, progress.of);
-    let resent = operator.replay(&stream, &selection, args.after, args.rate.get(), stop, progress).await?;
-    let mut text = format!("published {} again\n", events(resent.sent as i64));
-    if let Some(reason) = &resent.broken_off {
-        text += &bad(format!("broken off: {reason}"));
-        if let Some(last) = resent.last.or(args.after) {
-            text += &warning(format!("it goes on with the same arguments and --after {last}"));
-        }
-    }
-    Ok(answer("replay", &chosen, &refused, Some(&resent), text))
+        would("replay", &chosen, &refused, text)
+    } else {
+        await_connection(&broker).await?;
+        let stream = Stream::existing(broker, operator.source().await?, PUBLISH_TIMEOUT);
+        let mut meter = Meter::new("published again");
+        let progress = |progress: Progress| meter.show(progress.sent as i64, Some(progress.of));
+        let resent = operator.replay(&stream, &selection, args.after, args.rate.get(), stop, progress).await?;
+        let last = resent.last.or(args.after);
+        let go_on = last.map_or_else(
+            || "it begins anew with the same arguments".to_owned(),
+            |last| format!("it goes on with the same arguments and --after {last}"),
+        );
+        done("replay", &resent, &refused, format!("published {} again\n", events(resent.sent as i64)), &go_on)
+    };
+    Ok(answer.with_problem(!refused.is_empty()))
 }
 
 pub(crate) async fn rebuild(
@@ -54,10 +55,10 @@ pub(crate) async fn rebuild(
     args: &RebuildArgs,
     stop: &CancellationToken,
 ) -> Result<Answer, OperatorError> {
-    let chosen = operator.published(&Selection::default()).await?;
     await_connection(&broker).await?;
     let stream = Stream::new(broker, operator.source().await?, args.stream.clone(), PUBLISH_TIMEOUT);
     if args.yes.really() == Really::DryRun {
+        let chosen = operator.published(&Selection::default()).await?;
         let missing = operator.missing_in_stream(&stream).await?;
         let holds = match stream_status(stream.broker(), &stream.name().name).await {
             Ok(status) => format!("stream {} holds {} messages", status.name, status.messages),
@@ -66,34 +67,32 @@ pub(crate) async fn rebuild(
         };
         let retained = events(chosen.total.events);
         let text = format!("{holds}\nwould publish the {missing} of {retained} retained that it does not hold\n");
-        return Ok(answer("rebuild", &chosen, &[], None, text));
+        return Ok(would("rebuild", &chosen, &[], text));
     }
     let mut meter = Meter::new("published");
-    let progress = |progress: Progress| meter.show(progress.sent as i64, progress.of);
-    let rate = args.rate.map(std::num::NonZeroU32::get);
-    let resent = operator.rebuild(&stream, rate, stop, progress).await?;
-    let mut text = format!("published {}\n", events(resent.sent as i64));
-    if let Some(reason) = &resent.broken_off {
-        text += &bad(format!("broken off: {reason}"));
-        text += &warning("run it again: what the stream holds by then is not sent again");
-    }
-    Ok(answer("rebuild", &chosen, &[], Some(&resent), text))
+    let progress = |progress: Progress| meter.show(progress.sent as i64, Some(progress.of));
+    let resent = operator.rebuild(&stream, args.rate.map(NonZeroU32::get), stop, progress).await?;
+    let text = format!("published {}\n", events(resent.sent as i64));
+    Ok(done("rebuild", &resent, &[], text, "run it again: what the stream holds by then is not sent again"))
 }
 
-fn answer(what: &str, chosen: &Scope, refused: &[Uuid], resent: Option<&Resent>, mut text: String) -> Answer {
-    text += &scope(chosen);
-    for id in refused {
-        text += &bad(format!("{id} is not published, or not there"));
+fn would(what: &str, chosen: &Scope, refused: &[Uuid], text: String) -> Answer {
+    let json = json!({"what": what, "dry_run": true, "result": {"scope": chosen, "refused": refused}});
+    Answer::new(&json, text + &scope(chosen) + &described(refused) + &not_done())
+}
+
+fn done(what: &str, resent: &Resent, refused: &[Uuid], mut text: String, go_on: &str) -> Answer {
+    text += &described(refused);
+    if let Some(reason) = &resent.broken_off {
+        text += &bad(format!("broken off: {reason}"));
+        text += &warning(go_on);
     }
-    if resent.is_none() {
-        text += &not_done();
-    }
-    let is_broken_off = resent.is_some_and(|resent| resent.broken_off.is_some());
-    let json = json!({
-        "what": what, "dry_run": resent.is_none(),
-        "result": {"scope": chosen, "refused": refused, "resent": resent},
-    });
-    Answer::new(&json, text).with_problem(is_broken_off || !refused.is_empty())
+    let json = json!({"what": what, "dry_run": false, "result": {"resent": resent, "refused": refused}});
+    Answer::new(&json, text).with_problem(resent.broken_off.is_some())
+}
+
+fn described(refused: &[Uuid]) -> String {
+    refused.iter().map(|id| bad(format!("{id} is not published, or not there"))).collect()
 }
 
 /// Progress, for people only, on standard error: over and over in one line of a terminal, and elsewhere
@@ -109,17 +108,26 @@ impl Meter {
         Self { done, is_terminal: std::io::stderr().is_terminal(), shown_at: Instant::now() }
     }
 
-    pub(crate) fn show(&mut self, count: i64, of: i64) {
-        let line = format!("{} {count} of {of}", self.done);
+    pub(crate) fn show(&mut self, count: i64, of: Option<i64>) {
+        let of = of.map(|of| format!(" of {of}")).unwrap_or_default();
+        let line = format!("{} {count}{of}", self.done);
         let mut out = std::io::stderr();
         // Progress that cannot be shown is no reason to stop.
         let _ = if self.is_terminal {
-            write!(out, "\r{line}{}", if count == of { "\n" } else { "" })
+            write!(out, "\r{line}")
         } else if self.shown_at.elapsed() > SHOWN_EVERY {
             self.shown_at = Instant::now();
             writeln!(out, "{line}")
         } else {
             Ok(())
         };
+    }
+}
+
+impl Drop for Meter {
+    fn drop(&mut self) {
+        if self.is_terminal {
+            let _ = writeln!(std::io::stderr());
+        }
     }
 }
