@@ -1,11 +1,12 @@
 //! The loops around the consumer's steps: messages are pulled, delivered and acknowledged, parked
 //! events are looked after, and both pause while what they need is away.
 
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::time::Duration;
 
-use async_nats::jetstream::{self, AckKind, consumer::pull};
+use async_nats::jetstream::{self, AckKind};
 use futures::{FutureExt, StreamExt};
+use tokio::task::unconstrained;
 use tokio_util::sync::CancellationToken;
 
 use crate::backoff::Backoff;
@@ -13,11 +14,15 @@ use crate::consumer::{Consumer, Delivery};
 use crate::crash_point;
 use crate::event::Message;
 use crate::handler::Handler;
-use crate::jetstream::{Broker, BrokerError, describe, received};
+use crate::jetstream::{Broker, BrokerError, PullConsumer, describe, received, request};
 use crate::process::Health;
 
 /// How often the parked events are looked at where nothing wakes them.
 const PARKED_POLL: Duration = Duration::from_secs(1);
+
+/// How long the broker keeps a request for messages: the shorter, the sooner a shutdown; the longer,
+/// the less is said while nothing happens.
+const PULL_EXPIRES: Duration = Duration::from_millis(500);
 
 /// How the consumer waits for a stream that is not there, or a pull that broke.
 const STREAM_RETRY: Backoff = Backoff { base: Duration::from_millis(100), max: MAX_PAUSE };
@@ -51,14 +56,14 @@ impl<H: Handler> Consumer<H> {
         let mut last_said = String::new();
         loop {
             let connection = broker.connections();
-            let pulling = broker.pull(&self.subscription, &self.config);
-            let Some(pulled) = shutdown.run_until_cancelled(pulling).await else { return };
-            match pulled {
-                Ok(messages) => {
+            let making = broker.durable_consumer(&self.subscription, &self.config);
+            let Some(made) = shutdown.run_until_cancelled(making).await else { return };
+            match made {
+                Ok(durable) => {
                     failures = 0;
                     last_said.clear();
                     health.recover("consumer");
-                    self.consume(messages, broker.connected_after(connection), shutdown).await;
+                    self.consume(&durable, broker.connected_after(connection), shutdown).await;
                 }
                 Err(error) => {
                     failures += 1;
@@ -77,40 +82,61 @@ impl<H: Handler> Consumer<H> {
         }
     }
 
-    /// Consumes until `shutdown`, or until the pull must be made anew: it broke, or there is a new
-    /// connection.
-    async fn consume(
+    /// Consumes until `shutdown`, or until the consumer must be looked at anew: a pull broke, or there
+    /// is a new connection.
+    async fn consume(&self, from: &PullConsumer, reconnected: impl Future<Output = ()>, shutdown: &CancellationToken) {
+        let mut unanswered = pin!(
+            async {
+                tokio::select! {
+                    () = reconnected => {}
+                    () = shutdown.cancelled() => tokio::time::sleep(2 * PULL_EXPIRES).await,
+                }
+            }
+            .fuse()
+        );
+        while !shutdown.is_cancelled() {
+            if let Err(error) = self.pull(from, unanswered.as_mut(), shutdown).await {
+                tracing::debug!(error = describe(&error), "the pull is made anew");
+                return;
+            }
+        }
+    }
+
+    /// One request to the broker, and all that comes of it. It is short, and its end is waited for even
+    /// at `shutdown`: a message that is on its way to nobody is missed until the ack wait is over.
+    async fn pull(
         &self,
-        messages: pull::Stream,
-        reconnected: impl Future<Output = ()>,
+        from: &PullConsumer,
+        mut unanswered: Pin<&mut impl Future<Output = ()>>,
         shutdown: &CancellationToken,
-    ) {
-        let mut batches = messages.ready_chunks(self.config.consumer_batch);
-        let mut reconnected = pin!(reconnected);
+    ) -> Result<(), BrokerError> {
+        let most = self.config.consumer_batch;
+        let messages = from.batch().max_messages(most).expires(PULL_EXPIRES).messages().await.map_err(request)?;
+        let mut batches = messages.ready_chunks(most);
         loop {
             let batch = tokio::select! {
                 biased;
-                () = shutdown.cancelled() => break,
-                () = &mut reconnected => break,
-                batch = batches.next() => batch,
+                () = &mut unanswered => return Err(BrokerError::Request("nothing more comes on this connection".to_owned())),
+                // Unconstrained: all that is there, not as much as the runtime finds fair to hand out at once.
+                batch = unconstrained(batches.next()) => batch,
             };
-            let Some(batch) = batch else { return };
+            let Some(batch) = batch else { return Ok(()) };
             let size = batch.len();
             let messages: Vec<_> = batch.into_iter().map_while(Result::ok).collect();
-            let is_broken = messages.len() < size;
+            if shutdown.is_cancelled() {
+                // Fetched and not begun: another instance may have them at once.
+                acknowledge(&messages, AckKind::Nak(None)).await;
+                continue;
+            }
             let outages = self.outage().batches;
             self.deliver_and_acknowledge(&messages, shutdown).await;
-            if is_broken {
-                return;
+            if messages.len() < size {
+                return Err(BrokerError::Request("the pull broke".to_owned()));
             }
             if self.outage().batches > outages {
                 let wait = self.config.backoff().delay(self.outage().batches);
                 shutdown.run_until_cancelled(tokio::time::sleep(wait)).await;
             }
-        }
-        // Fetched and not begun: another instance may have them at once.
-        while let Some(Some(batch)) = batches.next().now_or_never() {
-            acknowledge(batch.iter().flatten(), AckKind::Nak(None)).await;
         }
     }
 

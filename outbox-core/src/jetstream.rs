@@ -31,6 +31,9 @@ const PING_INTERVAL: Duration = Duration::from_secs(5);
 /// How often a stream that could not be made is tried.
 const STREAM_RETRY: Duration = Duration::from_secs(1);
 
+/// A durable consumer, to pull from.
+pub(crate) type PullConsumer = consumer::Consumer<consumer::pull::Config>;
+
 /// The names of a service's stream: the contract with its consumers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StreamName {
@@ -134,13 +137,13 @@ impl Broker {
         ContextBuilder::new().timeout(timeout).build(self.client.clone())
     }
 
-    /// Makes the durable consumer, or brings its settings up to date, and starts to pull from it. An
-    /// inbox that would forget what the stream still delivers is refused.
-    pub(crate) async fn pull(
+    /// Makes the durable consumer, or brings its settings up to date. An inbox that would forget what
+    /// the stream still delivers is refused.
+    pub(crate) async fn durable_consumer(
         &self,
         subscription: &Subscription,
         config: &ConsumerConfig,
-    ) -> Result<consumer::pull::Stream, BrokerError> {
+    ) -> Result<PullConsumer, BrokerError> {
         let context = self.jetstream(REQUEST_TIMEOUT);
         let stream = get_stream(&context, &subscription.stream.name).await?;
         let longest = age(&stream).saturating_add(config.retention.relay_retention);
@@ -156,17 +159,14 @@ impl Broker {
             max_deliver: -1,
             ..Default::default()
         };
-        let consumer = stream.create_consumer(durable).await.map_err(|error| match error.kind() {
+        stream.create_consumer(durable).await.map_err(|error| match error.kind() {
             // Its other settings were brought up to date; this one the broker does not change.
             ConsumerErrorKind::JetStream(refusal) => BrokerError::Unfit(format!(
                 "consumer {} of stream {}: {refusal}",
                 subscription.durable, subscription.stream.name
             )),
             _ => request(error),
-        })?;
-        let messages =
-            consumer.stream().max_messages_per_batch(config.consumer_batch).heartbeat(Duration::from_secs(5));
-        messages.messages().await.map_err(request)
+        })
     }
 }
 

@@ -64,7 +64,6 @@ impl Pair {
 }
 
 #[tokio::test]
-#[ignore = "nobody gives up waiting for a database that does not answer any more"]
 async fn connections_to_the_database_that_are_lost_in_silence_are_replaced() {
     let pair = Pair::start().await;
     pair.all_orders_are_paid_though(&pair.to_postgres).await;
