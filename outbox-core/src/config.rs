@@ -169,7 +169,7 @@ impl StreamConfig {
 #[command(next_help_heading = "Consumer")]
 pub struct ConsumerConfig {
     /// The most events handled in one transaction.
-    #[arg(long, env, default_value_t = 256, value_parser = batch)]
+    #[arg(long, env, default_value_t = 500, value_parser = batch)]
     pub consumer_batch: usize,
     /// How long the broker waits for an acknowledgement before it delivers again.
     #[arg(long, env, default_value = "30s", value_parser = duration)]

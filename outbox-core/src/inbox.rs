@@ -9,6 +9,7 @@
 use std::collections::{BTreeMap, HashSet};
 use std::time::Duration;
 
+use sqlx::postgres::PgRow;
 use sqlx::types::Json;
 use sqlx::{PgConnection, PgPool, Row};
 use uuid::Uuid;
@@ -35,7 +36,7 @@ pub(crate) async fn look(db: &PgPool, consumer: &str, events: &[&Envelope]) -> R
         .bind(column(events, |e| e.aggregate.id))
         .fetch_all(db)
         .await?;
-    let seen = |row: &sqlx::postgres::PgRow| {
+    let seen = |row: &PgRow| {
         Ok(Seen {
             last_sequence: row.try_get("last_sequence")?,
             is_processed: row.try_get("is_processed")?,
@@ -46,17 +47,27 @@ pub(crate) async fn look(db: &PgPool, consumer: &str, events: &[&Envelope]) -> R
     rows.iter().map(seen).collect()
 }
 
+/// LATERAL, here and below: each record is looked up by its whole key, whatever the planner believes
+/// of a table that it has no statistics of yet. A join would read all that a consumer has on record.
 const LOOK: &str = "
 SELECT coalesce(sequence.last_sequence, 0) AS last_sequence,
        processed.event_id IS NOT NULL AS is_processed,
        dead.event_id IS NOT NULL AS is_dead,
        parked.event_id IS NOT NULL AS is_parked
 FROM unnest($2::uuid[], $3::text[], $4::uuid[]) WITH ORDINALITY AS event (event_id, source, aggregate_id, place)
-LEFT JOIN inbox_sequences sequence
-       ON sequence.consumer = $1 AND sequence.source = event.source AND sequence.aggregate_id = event.aggregate_id
-LEFT JOIN processed_events processed ON processed.consumer = $1 AND processed.event_id = event.event_id
-LEFT JOIN dead_letters dead ON dead.consumer = $1 AND dead.event_id = event.event_id
-LEFT JOIN parked_events parked ON parked.consumer = $1 AND parked.event_id = event.event_id
+LEFT JOIN LATERAL (
+    SELECT last_sequence FROM inbox_sequences
+    WHERE consumer = $1 AND source = event.source AND aggregate_id = event.aggregate_id LIMIT 1
+) sequence ON true
+LEFT JOIN LATERAL (
+    SELECT event_id FROM processed_events WHERE consumer = $1 AND event_id = event.event_id LIMIT 1
+) processed ON true
+LEFT JOIN LATERAL (
+    SELECT event_id FROM dead_letters WHERE consumer = $1 AND event_id = event.event_id LIMIT 1
+) dead ON true
+LEFT JOIN LATERAL (
+    SELECT event_id FROM parked_events WHERE consumer = $1 AND event_id = event.event_id LIMIT 1
+) parked ON true
 ORDER BY event.place";
 
 /// Locks the rows of these events' aggregates, making those that are not there, and returns each
@@ -65,16 +76,24 @@ pub(crate) async fn lock(tx: &mut PgConnection, consumer: &str, events: &[&Envel
     let mut aggregates = column(events, |e| (e.source.as_str(), e.aggregate.id));
     aggregates.sort_unstable();
     aggregates.dedup();
-    let (sources, ids): (Vec<&str>, Vec<Uuid>) = aggregates.into_iter().unzip();
-    sqlx::query(MAKE_SEQUENCES).bind(consumer).bind(&sources).bind(&ids).execute(&mut *tx).await?;
-    let rows = sqlx::query(LOCK_SEQUENCES).bind(consumer).bind(&sources).bind(&ids).fetch_all(tx).await?;
-    let mut last = BTreeMap::new();
-    for row in &rows {
-        let key: (&str, Uuid) = (row.try_get("source")?, row.try_get("aggregate_id")?);
-        last.insert(key, row.try_get("last_sequence")?);
+    let (sources, ids): (Vec<&str>, Vec<Uuid>) = aggregates.iter().copied().unzip();
+    let made = sqlx::query(MAKE_SEQUENCES).bind(consumer).bind(&sources).bind(&ids).fetch_all(&mut *tx).await?;
+    let mut last = last_sequences(&made)?;
+    // What was made here is this transaction's own, and needs no lock.
+    aggregates.retain(|aggregate| !last.contains_key(aggregate));
+    let locked;
+    if !aggregates.is_empty() {
+        let (sources, ids): (Vec<&str>, Vec<Uuid>) = aggregates.into_iter().unzip();
+        locked = sqlx::query(LOCK_SEQUENCES).bind(consumer).bind(&sources).bind(&ids).fetch_all(tx).await?;
+        last.extend(last_sequences(&locked)?);
     }
     let of = |event: &&Envelope| last.get(&(event.source.as_str(), event.aggregate.id)).copied();
     events.iter().map(|event| of(event).ok_or(sqlx::Error::RowNotFound)).collect()
+}
+
+fn last_sequences(rows: &[PgRow]) -> Result<BTreeMap<(&str, Uuid), i64>, sqlx::Error> {
+    let one = |row| Ok(((PgRow::try_get(row, "source")?, row.try_get("aggregate_id")?), row.try_get("last_sequence")?));
+    rows.iter().map(one).collect()
 }
 
 /// In key order: two batches that make the same new rows wait for each other, never both ways.
@@ -83,15 +102,21 @@ INSERT INTO inbox_sequences (consumer, source, aggregate_id, last_sequence)
 SELECT $1, source, aggregate_id, 0
 FROM unnest($2::text[], $3::uuid[]) AS aggregate (source, aggregate_id)
 ORDER BY source COLLATE \"C\", aggregate_id
-ON CONFLICT DO NOTHING";
+ON CONFLICT DO NOTHING
+RETURNING source, aggregate_id, last_sequence";
 
+/// One after the other, in the order of the subquery.
 const LOCK_SEQUENCES: &str = "
 SELECT sequence.source, sequence.aggregate_id, sequence.last_sequence
-FROM inbox_sequences sequence
-JOIN unnest($2::text[], $3::uuid[]) AS aggregate (source, aggregate_id) USING (source, aggregate_id)
-WHERE sequence.consumer = $1
-ORDER BY sequence.source COLLATE \"C\", sequence.aggregate_id
-FOR UPDATE OF sequence";
+FROM (
+    SELECT source, aggregate_id FROM unnest($2::text[], $3::uuid[]) AS key (source, aggregate_id)
+    ORDER BY source COLLATE \"C\", aggregate_id
+) aggregate
+CROSS JOIN LATERAL (
+    SELECT source, aggregate_id, last_sequence FROM inbox_sequences
+    WHERE consumer = $1 AND source = aggregate.source AND aggregate_id = aggregate.aggregate_id
+    FOR UPDATE
+) sequence";
 
 /// Records these events as processed. Returns those that were not before: only they may take effect.
 pub(crate) async fn record(tx: &mut PgConnection, consumer: &str, ids: &[Uuid]) -> Result<HashSet<Uuid>, sqlx::Error> {
@@ -118,20 +143,27 @@ pub(crate) async fn advance(tx: &mut PgConnection, consumer: &str, events: &[&En
     Ok(woken.rows_affected())
 }
 
+/// The rows are there, and locked: it is always the update.
 const ADVANCE: &str = "
-UPDATE inbox_sequences sequence
-SET last_sequence = event.aggregate_sequence
+INSERT INTO inbox_sequences (consumer, source, aggregate_id, last_sequence)
+SELECT $1, source, aggregate_id, aggregate_sequence
 FROM unnest($2::text[], $3::uuid[], $4::bigint[]) AS event (source, aggregate_id, aggregate_sequence)
-WHERE sequence.consumer = $1 AND sequence.source = event.source AND sequence.aggregate_id = event.aggregate_id";
+ON CONFLICT (consumer, source, aggregate_id) DO UPDATE SET last_sequence = excluded.last_sequence";
 
 /// Under the aggregate's lock, so that an event is either parked before this and woken by it, or
 /// parked after it and due at once: none can be forgotten.
 const WAKE: &str = "
-UPDATE parked_events parked
-SET next_attempt_at = now()
-FROM unnest($2::text[], $3::uuid[], $4::bigint[]) AS event (source, aggregate_id, aggregate_sequence)
-WHERE parked.consumer = $1 AND parked.source = event.source AND parked.aggregate_id = event.aggregate_id
-  AND parked.aggregate_sequence = event.aggregate_sequence + 1 AND parked.reason = 'gap'";
+UPDATE parked_events SET next_attempt_at = now()
+WHERE consumer = $1 AND event_id = ANY (ARRAY(
+    SELECT next.event_id
+    FROM unnest($2::text[], $3::uuid[], $4::bigint[]) AS event (source, aggregate_id, aggregate_sequence)
+    CROSS JOIN LATERAL (
+        SELECT event_id FROM parked_events
+        WHERE consumer = $1 AND source = event.source AND aggregate_id = event.aggregate_id
+          AND aggregate_sequence = event.aggregate_sequence + 1 AND reason = 'gap'
+        LIMIT 1
+    ) next
+))";
 
 /// An event that must wait.
 #[derive(Debug)]
@@ -226,7 +258,7 @@ pub(crate) async fn take_due(
         .bind(interval(gap_deadline))
         .fetch_all(db)
         .await?;
-    let due = |row: &sqlx::postgres::PgRow| {
+    let due = |row: &PgRow| {
         Ok(Due {
             message: Message {
                 subject: row.try_get("subject")?,

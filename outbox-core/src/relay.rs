@@ -13,6 +13,7 @@ use futures::{FutureExt, StreamExt, stream::FuturesUnordered};
 use sqlx::PgPool;
 use sqlx::postgres::{PgListener, PgPoolOptions};
 use tokio::sync::Notify;
+use tokio::task::JoinSet;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tracing::{Instrument, Span};
@@ -114,46 +115,48 @@ impl Relay {
     /// # Errors
     /// [`RelayError`]; what was claimed is taken up again once its lease has run out.
     pub async fn run_once(&self) -> Result<Published, RelayError> {
-        self.step(&CancellationToken::new()).await
+        let (claim, lease) = self.claim().await?;
+        self.publish_and_settle(&claim, &lease, &CancellationToken::new()).await
     }
 
     /// Publishes until `shutdown`, then finishes what is in flight and gives back what is not begun.
     /// Whatever goes wrong is logged and tried again.
     pub async fn run(self, shutdown: CancellationToken) {
-        let mut idle = self.config.relay_poll_min;
+        let relay = Arc::new(self);
+        let mut in_flight = JoinSet::new();
+        let mut idle = relay.config.relay_poll_min;
         let mut outages = 0;
         let mut errors = 0;
         let mut checked = 0;
         while !shutdown.is_cancelled() {
-            let broker = self.stream.broker();
+            let broker = relay.stream.broker();
             if !broker.is_connected() || broker.connections() != checked || outages > 0 {
-                match shutdown.run_until_cancelled(self.stream_is_fit(outages)).await {
+                match shutdown.run_until_cancelled(relay.stream_is_fit(outages)).await {
                     Some(connection) => checked = connection,
                     None => break,
                 }
             }
-            let wait = match self.step(&shutdown).await {
-                Ok(batch) if batch.outage => {
+            let wait = match relay.claim_and_publish(&mut in_flight, &shutdown).await {
+                Ok(turn) if turn.outage => {
                     outages += 1;
                     if outages == 1 {
                         tracing::warn!("the broker takes no events; pausing until it does");
                     }
                     continue;
                 }
-                Ok(batch) => {
+                Ok(turn) => {
                     if outages > 0 {
                         tracing::info!("the broker takes events again");
                     }
                     (outages, errors) = (0, 0);
-                    if batch.seen == self.config.relay_batch {
-                        idle = self.config.relay_poll_min;
+                    idle = if turn.claimed > 0 {
+                        relay.config.relay_poll_min
+                    } else {
+                        (idle * 2).min(relay.config.relay_poll_max)
+                    };
+                    if turn.is_full {
                         continue;
                     }
-                    idle = if batch.published > 0 {
-                        self.config.relay_poll_min
-                    } else {
-                        (idle * 2).min(self.config.relay_poll_max)
-                    };
                     idle
                 }
                 Err(error) => {
@@ -161,44 +164,67 @@ impl Relay {
                     if errors == 1 {
                         tracing::warn!(error = describe(&error), "the relay pauses until its database answers");
                     }
-                    self.config.backoff().delay(errors).min(MAX_PAUSE)
+                    relay.config.backoff().delay(errors).min(MAX_PAUSE)
                 }
             };
             tokio::select! {
                 () = shutdown.cancelled() => {}
-                () = self.nudge.nudged(), if errors == 0 => {}
+                () = relay.nudge.nudged(), if errors == 0 => {}
                 () = tokio::time::sleep(wait) => {}
+            }
+        }
+        while !in_flight.is_empty() {
+            if let Err(error) = finish(&mut in_flight, 0).await {
+                tracing::warn!(error = describe(&error), "a batch was not settled; its leases run out");
             }
         }
     }
 
-    async fn step(&self, shutdown: &CancellationToken) -> Result<Published, RelayError> {
-        let started = Instant::now();
-        let lease = Lease::starting_now(self.config.relay_lease);
-        let claim = self.claim().await?;
-        if !claim.events.is_empty() {
-            crash_point!("relay.after_claim");
+    /// One turn: claims a batch, and publishes it beside those in flight. A claim that is full leaves
+    /// more behind, so that the next one is made while this one is published; otherwise the turn ends
+    /// with everything settled.
+    async fn claim_and_publish(
+        self: &Arc<Self>,
+        in_flight: &mut JoinSet<Result<Published, RelayError>>,
+        shutdown: &CancellationToken,
+    ) -> Result<Turn, RelayError> {
+        let (claim, lease) = self.claim().await?;
+        let (claimed, is_full) = (claim.events.len(), claim.seen == self.config.relay_batch);
+        if claimed > 0 {
+            let (relay, shutdown) = (Arc::clone(self), shutdown.clone());
+            in_flight.spawn(async move { relay.publish_and_settle(&claim, &lease, &shutdown).await });
         }
-        let outcomes = self.publish(&claim, &lease, shutdown).await;
-        let batch = self.settle(&claim, &lease, outcomes).await?;
+        let outage = finish(in_flight, if is_full { BATCHES_IN_FLIGHT - 1 } else { 0 }).await?;
+        Ok(Turn { claimed, is_full, outage })
+    }
+
+    async fn publish_and_settle(
+        &self,
+        claim: &Claim,
+        lease: &Lease,
+        shutdown: &CancellationToken,
+    ) -> Result<Published, RelayError> {
+        let outcomes = self.publish(claim, lease, shutdown).await;
+        let batch = self.settle(claim, lease, outcomes).await?;
         if batch.claimed > 0 {
-            metrics::histogram!(measure::BATCH_SECONDS).record(started.elapsed());
+            metrics::histogram!(measure::BATCH_SECONDS).record(lease.begun.elapsed());
         }
         Ok(batch)
     }
 
-    async fn claim(&self) -> Result<Claim, RelayError> {
+    async fn claim(&self) -> Result<(Claim, Lease), RelayError> {
         let floor = self.floor();
-        let started = Instant::now();
+        let lease = Lease::starting_now(self.config.relay_lease);
         let claiming = outbox::claim(&self.db, &self.worker, self.config.relay_lease, self.config.relay_batch, &floor);
         let claim = in_time(claiming).await?;
-        metrics::histogram!(measure::CLAIM_SECONDS).record(started.elapsed());
+        metrics::histogram!(measure::CLAIM_SECONDS).record(lease.begun.elapsed());
         metrics::counter!(measure::EXPIRED_LEASES).increment(claim.expired as u64);
         if !claim.events.is_empty() {
             metrics::histogram!(measure::CLAIMED).record(claim.events.len() as f64);
+            crash_point!("relay.after_claim");
         }
         self.move_floor(&claim);
-        Ok(claim)
+        Ok((claim, lease))
     }
 
     /// The floor falls every second, so that whatever came due below it is found.
@@ -409,6 +435,39 @@ impl Relay {
     }
 }
 
+/// So many batches of a backlog are published side by side: while some wait for the broker, others
+/// are claimed and settled.
+const BATCHES_IN_FLIGHT: usize = 4;
+
+/// What one turn of the loop found.
+#[derive(Debug)]
+struct Turn {
+    claimed: usize,
+    is_full: bool,
+    outage: bool,
+}
+
+/// Waits until at most `may_stay` batches are in flight; until none is, once one went wrong. Returns
+/// whether there is an outage.
+async fn finish(
+    in_flight: &mut JoinSet<Result<Published, RelayError>>,
+    mut may_stay: usize,
+) -> Result<bool, RelayError> {
+    let mut finished = Ok(false);
+    while in_flight.len() > may_stay
+        && let Some(batch) = in_flight.join_next().await
+    {
+        // A panic goes on to whoever supervises the relay.
+        match batch.unwrap_or_else(|panicked| std::panic::resume_unwind(panicked.into_panic())) {
+            Ok(batch) if !batch.outage => continue,
+            Ok(_) => finished = finished.map(|_| true),
+            Err(error) => finished = Err(error),
+        }
+        may_stay = 0;
+    }
+    finished
+}
+
 /// However long an outage, its end is noticed within this time.
 const MAX_PAUSE: Duration = Duration::from_secs(5);
 
@@ -422,12 +481,14 @@ struct Outcome<'a> {
 /// ends here no later than in the database. It compares this process with itself only.
 #[derive(Debug)]
 struct Lease {
+    begun: Instant,
     ends: Mutex<Instant>,
 }
 
 impl Lease {
     fn starting_now(length: Duration) -> Self {
-        Self { ends: Mutex::new(Instant::now() + length) }
+        let begun = Instant::now();
+        Self { begun, ends: Mutex::new(begun + length) }
     }
 
     fn left(&self) -> Duration {

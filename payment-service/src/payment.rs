@@ -198,6 +198,9 @@ pub(crate) async fn find_by_order(db: &PgPool, order_id: Uuid) -> Result<Option<
 
 /// Locks the payments of these orders, in the order of their ids.
 pub(crate) async fn lock_by_orders(tx: &mut PgConnection, order_ids: &[Uuid]) -> Result<Vec<Payment>, sqlx::Error> {
+    if order_ids.is_empty() {
+        return Ok(Vec::new());
+    }
     let rows = sqlx::query_as!(
         Row,
         r#"
@@ -215,6 +218,9 @@ pub(crate) async fn lock_by_orders(tx: &mut PgConnection, order_ids: &[Uuid]) ->
 
 /// Stores the state of locked payments.
 pub(crate) async fn save(tx: &mut PgConnection, payments: &[Payment]) -> Result<(), sqlx::Error> {
+    if payments.is_empty() {
+        return Ok(());
+    }
     let ids: Vec<Uuid> = payments.iter().map(|payment| payment.id).collect();
     let statuses: Vec<Status> = payments.iter().map(|payment| payment.status).collect();
     let versions: Vec<i64> = payments.iter().map(|payment| payment.version).collect();
