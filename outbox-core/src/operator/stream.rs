@@ -4,8 +4,7 @@ use std::time::Duration;
 
 use async_nats::HeaderMap;
 use async_nats::jetstream::Message;
-use async_nats::jetstream::consumer::pull::OrderedConfig;
-use async_nats::jetstream::consumer::{self, DeliverPolicy};
+use async_nats::jetstream::consumer::{self, AckPolicy, DeliverPolicy, pull};
 use futures::{StreamExt, TryStreamExt};
 use serde::Serialize;
 use time::OffsetDateTime;
@@ -15,8 +14,12 @@ use uuid::Uuid;
 use crate::event::ID;
 use crate::jetstream::{Broker, BrokerError, REQUEST_TIMEOUT, StreamName, get_stream, request};
 
-/// How long a stream may keep its next message from a reader.
+/// How many messages a reader asks for at once, and how long the stream may keep it waiting for the next.
+const PAGE: usize = 1_000;
 const NEXT_MESSAGE_WITHIN: Duration = Duration::from_secs(10);
+
+/// How long the broker remembers a reader that has gone.
+const READER_FORGOTTEN_AFTER: Duration = Duration::from_secs(30);
 
 /// How far a clock may be off.
 const CLOCKS: Duration = Duration::from_secs(60);
@@ -130,10 +133,10 @@ pub async fn first_copy(
     event_type: &str,
     published_at: OffsetDateTime,
 ) -> Result<Option<Copy>, BrokerError> {
-    let search = OrderedConfig {
+    let search = pull::Config {
         filter_subject: format!("{}.{event_type}", name.subject_prefix),
         deliver_policy: DeliverPolicy::ByStartTime { start_time: published_at - CLOCKS },
-        ..OrderedConfig::default()
+        ..pull::Config::default()
     };
     let mut found = None;
     read_headers(broker, &name.name, search, |message| {
@@ -151,7 +154,7 @@ pub async fn first_copy(
 /// The ids of all events in a stream, sorted; none where there is no stream.
 pub(super) async fn event_ids(broker: &Broker, name: &str) -> Result<Vec<Uuid>, BrokerError> {
     let mut ids = Vec::new();
-    let reading = read_headers(broker, name, OrderedConfig::default(), |message| {
+    let reading = read_headers(broker, name, pull::Config::default(), |message| {
         ids.extend(id_in(message.headers.as_ref()));
         true
     });
@@ -164,33 +167,55 @@ pub(super) async fn event_ids(broker: &Broker, name: &str) -> Result<Vec<Uuid>, 
     Ok(ids)
 }
 
-/// Hands the headers of a stream's messages to `read`, in their order, up to the one that is the last
-/// now, or until `read` has seen enough.
+/// Hands the headers of the messages that are in a stream now to `read`, in their order, until `read` has
+/// seen enough. What is published meanwhile is not read, so that it ends however fast events come.
 async fn read_headers(
     broker: &Broker,
     name: &str,
-    config: OrderedConfig,
+    config: pull::Config,
     mut read: impl FnMut(&Message) -> bool,
 ) -> Result<(), BrokerError> {
     let stream = get_stream(&broker.jetstream(REQUEST_TIMEOUT), name).await?;
-    let config = OrderedConfig { headers_only: true, ..config };
-    let consumer = stream.create_consumer(config).await.map_err(request)?;
-    if consumer.cached_info().num_pending == 0 {
-        return Ok(());
-    }
-    let mut messages = consumer.messages().await.map_err(request)?;
-    loop {
-        let next = tokio::time::timeout(NEXT_MESSAGE_WITHIN, messages.next()).await;
-        let message = match next {
-            Ok(Some(message)) => message.map_err(request)?,
-            Ok(None) => return Err(BrokerError::Request(format!("reading stream {name} ended"))),
-            Err(_elapsed) => return Err(BrokerError::Request(format!("reading stream {name} came to a halt"))),
-        };
-        let is_last = message.info().is_ok_and(|info| info.pending == 0);
-        if !read(&message) || is_last {
-            return Ok(());
+    // A reader without a name, which leaves nothing behind. Nothing is delivered to it twice: what it
+    // misses shows as a gap in its numbers.
+    let config = pull::Config {
+        headers_only: true,
+        ack_policy: AckPolicy::None,
+        inactive_threshold: READER_FORGOTTEN_AFTER,
+        memory_storage: true,
+        num_replicas: 1,
+        ..config
+    };
+    let mut reader = stream.create_consumer(config).await.map_err(request)?;
+    let there_are = reader.cached_info().num_pending;
+    let halted = |how: &str| BrokerError::Request(format!("reading stream {name} {how}"));
+    let mut seen = 0;
+    while seen < there_are {
+        let page = PAGE.min((there_are - seen) as usize);
+        let mut messages = reader.fetch().max_messages(page).messages().await.map_err(request)?;
+        let seen_before = seen;
+        while let Some(message) = tokio::time::timeout(NEXT_MESSAGE_WITHIN, messages.next())
+            .await
+            .map_err(|_elapsed| halted("came to a halt"))?
+        {
+            let message = message.map_err(|error| halted(&format!("ended: {error}")))?;
+            seen += 1;
+            if message.info().map_or(true, |info| info.consumer_sequence != seen) {
+                return Err(halted("was interrupted"));
+            }
+            if !read(&message) {
+                return Ok(());
+            }
+        }
+        // Fewer than there were: the stream has dropped some since, by age.
+        if seen == seen_before {
+            return match reader.info().await.map_err(request)?.num_pending {
+                0 => Ok(()),
+                _ => Err(halted("came to a halt")),
+            };
         }
     }
+    Ok(())
 }
 
 fn rfc3339(time: OffsetDateTime) -> String {
