@@ -1,8 +1,10 @@
 //! What is counted in the database and at the broker rather than in passing, every few seconds.
 
+use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::Duration;
 
-use sqlx::{PgPool, Row};
+use serde::Serialize;
+use sqlx::{FromRow, PgPool};
 use tokio_util::sync::CancellationToken;
 
 use crate::database::in_time;
@@ -12,20 +14,22 @@ use crate::{inbox, measure, outbox};
 /// How often it is counted.
 const PERIOD: Duration = Duration::from_secs(5);
 
-/// An old transaction is worth a line in the log when it is this old.
-const OLD_SNAPSHOT_SECONDS: f64 = 300.0;
+/// A transaction is worth a line in the log when it is this old.
+const OLD_SECONDS: f64 = 300.0;
 
 /// Counts what waits in one service's outbox and inbox.
 #[derive(Debug)]
 pub struct Gauges {
     db: PgPool,
     consumer: Option<(Broker, Subscription)>,
+    /// The process whose old transaction was named last; 0 while there is none.
+    named: AtomicI32,
 }
 
 impl Gauges {
     /// The gauges of the outbox in `db`.
     pub fn new(db: PgPool) -> Self {
-        Self { db, consumer: None }
+        Self { db, consumer: None, named: AtomicI32::new(0) }
     }
 
     /// And of the inbox there, with the lag of its consumer at the broker.
@@ -48,7 +52,7 @@ impl Gauges {
         for (state, count) in waiting.by_state {
             metrics::gauge!(measure::EVENTS, "state" => state).set(count as f64);
         }
-        self.look_for_old_snapshots().await?;
+        self.look_for_old_transactions().await?;
         if let Some((broker, subscription)) = &self.consumer {
             let counts = inbox::count_waiting(&self.db, &subscription.durable).await?;
             metrics::gauge!(measure::PARKED, "reason" => "gap").set(counts.gap as f64);
@@ -62,15 +66,24 @@ impl Gauges {
         Ok(())
     }
 
-    /// An old snapshot keeps vacuum from removing what claims and marks leave behind: the outbox grows
-    /// slow. Names who holds it.
-    async fn look_for_old_snapshots(&self) -> Result<(), sqlx::Error> {
-        let row = sqlx::query(OLDEST_SNAPSHOT).fetch_optional(&self.db).await?;
-        let age: f64 = row.as_ref().map(|row| row.try_get("age")).transpose()?.unwrap_or_default();
-        metrics::gauge!(measure::SNAPSHOT_AGE).set(age);
-        if let Some(row) = row.filter(|_| age > OLD_SNAPSHOT_SECONDS) {
-            let (pid, application): (i32, String) = (row.try_get("pid")?, row.try_get("application_name")?);
-            tracing::warn!(pid, application, age_seconds = age, "an old transaction holds back clean-up of the outbox");
+    /// Names who keeps vacuum from removing what claims and marks leave behind: the outbox grows slow.
+    async fn look_for_old_transactions(&self) -> Result<(), sqlx::Error> {
+        let oldest = oldest_transaction(&self.db).await?;
+        metrics::gauge!(measure::SNAPSHOT_AGE).set(oldest.as_ref().map_or(0.0, |oldest| oldest.age_seconds));
+        let old = oldest.filter(|oldest| oldest.age_seconds > OLD_SECONDS);
+        let pid = old.as_ref().map_or(0, |old| old.pid);
+        // Once, however long it lasts.
+        if self.named.swap(pid, Ordering::Relaxed) != pid
+            && let Some(old) = old
+        {
+            tracing::warn!(
+                pid,
+                application = old.application,
+                database_user = old.database_user,
+                state = old.state,
+                age_seconds = old.age_seconds,
+                "an old transaction holds back clean-up of the outbox"
+            );
         }
         Ok(())
     }
@@ -89,12 +102,35 @@ impl Gauges {
     }
 }
 
-/// Sees the sessions of its own role only, unless it may see more (pg_monitor); that is enough for
+/// A transaction that keeps vacuum from removing what claims and marks leave behind.
+#[derive(Debug, Clone, Serialize, FromRow)]
+#[allow(missing_docs)]
+pub struct OldTransaction {
+    pub pid: i32,
+    pub application: String,
+    pub database_user: String,
+    pub state: String,
+    pub age_seconds: f64,
+    /// So many transactions have begun since.
+    pub transactions_since: i32,
+}
+
+/// The transaction that most holds back clean-up, if there is one.
+pub(crate) async fn oldest_transaction(db: &PgPool) -> Result<Option<OldTransaction>, sqlx::Error> {
+    sqlx::query_as(OLDEST_TRANSACTION).fetch_optional(db).await
+}
+
+/// By its snapshot, or by its own changes: a session that has written something and then idles has no
+/// snapshot, and holds back clean-up all the same.
+/// Sees the sessions of its own role only, unless it may see more (pg_read_all_stats); that is enough for
 /// the commonest culprit, a forgotten transaction of the service itself.
-const OLDEST_SNAPSHOT: &str = "
-SELECT pid, application_name, extract(epoch FROM clock_timestamp() - xact_start)::float8 AS age
+const OLDEST_TRANSACTION: &str = "
+SELECT pid, application_name AS application, usename::text AS database_user, coalesce(state, '') AS state,
+       extract(epoch FROM clock_timestamp() - xact_start)::float8 AS age_seconds,
+       greatest(age(backend_xmin), age(backend_xid)) AS transactions_since
 FROM pg_stat_activity
-WHERE datname = current_database() AND backend_xmin IS NOT NULL AND pid <> pg_backend_pid()
+WHERE datname = current_database() AND pid <> pg_backend_pid()
+  AND (backend_xmin IS NOT NULL OR backend_xid IS NOT NULL)
   AND xact_start IS NOT NULL
-ORDER BY xact_start
+ORDER BY transactions_since DESC, xact_start
 LIMIT 1";

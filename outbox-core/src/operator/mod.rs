@@ -31,13 +31,14 @@ use crate::event::WireError;
 use crate::jetstream::{BrokerError, StreamName, describe};
 use crate::outbox;
 
+pub use crate::gauges::OldTransaction;
 pub use audit::{Audit, BusinessTable, Finding, Kind, Side, audit};
 pub use letters::{DeadLetter, DeadLetterContents, Settled};
 pub use look::{EventRow, Filter, InboxRecord, SequenceRow, Shown, State};
 pub use repair::Repaired;
 pub use resend::{Progress, Resent};
 pub use selection::{Scope, Selection, TypeScope};
-pub use status::{BlockedAggregate, CountOfParked, Lease, OldTransaction, Status};
+pub use status::{BlockedAggregate, CountOfParked, Lease, Status};
 pub use stream::{ConsumerStatus, Copy, StreamStatus, await_connection, consumers_named, first_copy, stream_status};
 
 /// Does it, or says what it would do.

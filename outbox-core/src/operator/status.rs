@@ -8,6 +8,10 @@ use uuid::Uuid;
 
 use super::look::unpublished;
 use super::{Operator, OperatorError};
+use crate::gauges::{OldTransaction, oldest_transaction};
+
+/// A transaction is worth a line when it is this old.
+const OLD_SECONDS: f64 = 60.0;
 
 /// What moves, what waits, and what does not move.
 #[derive(Debug, Clone, Serialize)]
@@ -75,19 +79,6 @@ pub struct CountOfParked {
     pub oldest_seconds: f64,
 }
 
-/// A transaction whose snapshot keeps vacuum from removing what claims and marks leave behind.
-#[derive(Debug, Clone, Serialize, FromRow)]
-#[allow(missing_docs)]
-pub struct OldTransaction {
-    pub pid: i32,
-    pub application: String,
-    pub database_user: String,
-    pub state: String,
-    pub age_seconds: f64,
-    /// So many transactions have begun since.
-    pub transactions_since: i32,
-}
-
 #[derive(FromRow)]
 struct Flow {
     oldest_unpublished_seconds: Option<f64>,
@@ -122,7 +113,7 @@ impl Operator {
             leases: sqlx::query_as(LEASES).fetch_all(db).await?,
             blocked: sqlx::query_as(BLOCKED).bind(BLOCKED_SHOWN).fetch_all(db).await?,
             parked: sqlx::query_as(PARKED).fetch_all(db).await?,
-            old_transaction: sqlx::query_as(OLD_TRANSACTION).fetch_optional(db).await?,
+            old_transaction: oldest_transaction(db).await?.filter(|oldest| oldest.age_seconds > OLD_SECONDS),
         })
     }
 }
@@ -197,15 +188,3 @@ SELECT consumer, reason,
 FROM parked_events
 GROUP BY consumer, reason
 ORDER BY consumer, reason";
-
-/// Of other roles' sessions only those with pg_read_all_stats see enough to tell.
-const OLD_TRANSACTION: &str = "
-SELECT pid, application_name AS application, usename::text AS database_user, coalesce(state, '') AS state,
-       extract(epoch FROM clock_timestamp() - xact_start)::float8 AS age_seconds,
-       greatest(age(backend_xmin), age(backend_xid)) AS transactions_since
-FROM pg_stat_activity
-WHERE datname = current_database() AND pid <> pg_backend_pid()
-  AND (backend_xmin IS NOT NULL OR backend_xid IS NOT NULL)
-  AND xact_start < now() - interval '1 minute'
-ORDER BY transactions_since DESC
-LIMIT 1";
