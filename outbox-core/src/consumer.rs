@@ -542,7 +542,7 @@ fn log_dead_letter(letter: &DeadLetter<'_>) {
         trace_id = letter.envelope.and_then(|envelope| envelope.context.traceparent.as_deref()).map(trace::trace_id),
         subject = letter.message.subject,
         attempts = letter.attempts,
-        reason = letter.reason,
+        error = letter.reason,
         "the event is a dead letter"
     );
 }

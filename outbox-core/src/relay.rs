@@ -395,14 +395,14 @@ impl Relay {
             FailureKind::Unrecognised => attempt >= self.config.relay_max_attempts,
         };
         let retry_in = (!is_final).then(|| self.config.backoff().delay(attempt));
-        let (event_id, aggregate_id, reason) = (event.id, event.aggregate.id, &failure.reason);
+        let (event_id, aggregate_id, attempts, error) = (event.id, event.aggregate.id, attempt, &failure.reason);
         let (correlation_id, trace_id) =
             (event.header("correlationid"), event.header("traceparent").map(trace::trace_id));
         if is_final {
             measure::count(measure::FAILED, &event.event_type);
-            tracing::error!(%event_id, %aggregate_id, correlation_id, trace_id, attempt, reason, "the event cannot be published");
+            tracing::error!(%event_id, %aggregate_id, correlation_id, trace_id, attempts, error, "the event cannot be published");
         } else {
-            tracing::warn!(%event_id, %aggregate_id, correlation_id, trace_id, attempt, reason, "the event was not published yet");
+            tracing::warn!(%event_id, %aggregate_id, correlation_id, trace_id, attempts, error, "the event was not published yet");
         }
         Failure { id: event.id, error: failure.reason, retry_in }
     }

@@ -4,7 +4,7 @@ use std::io::IsTerminal;
 use std::time::Duration;
 
 use opentelemetry_sdk::trace::SdkTracerProvider;
-use tracing::Level;
+use tracing::{Level, Subscriber};
 use tracing_subscriber::filter::{EnvFilter, FilterExt, Targets, filter_fn};
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
@@ -38,6 +38,15 @@ impl Drop for Telemetry {
 /// # Errors
 /// One line that names the setting that cannot be used.
 pub fn start(config: &ProcessConfig, service: &str) -> Result<Telemetry, String> {
+    let (subscriber, provider) = subscriber(config, service)?;
+    let _ = subscriber.try_init();
+    Ok(Telemetry(provider))
+}
+
+fn subscriber(
+    config: &ProcessConfig,
+    service: &str,
+) -> Result<(impl Subscriber + Send + Sync + 'static, Option<SdkTracerProvider>), String> {
     let filter = EnvFilter::try_new(&config.rust_log).map_err(|error| format!("RUST_LOG: {error}"))?;
     let log = fmt::layer().with_ansi(std::io::stderr().is_terminal()).with_writer(std::io::stderr);
     let log = match config.log_format {
@@ -52,6 +61,31 @@ pub fn start(config: &ProcessConfig, service: &str) -> Result<Telemetry, String>
         let only_spans = Targets::new().with_target(TRACE, Level::TRACE);
         tracing_opentelemetry::layer().with_tracer(tracer).with_filter(only_spans)
     });
-    let _ = tracing_subscriber::registry().with(log.with_filter(filter)).with(spans).try_init();
-    Ok(Telemetry(provider))
+    Ok((tracing_subscriber::registry().with(log.with_filter(filter)).with(spans), provider))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Is a span made where spans are exported there, and everything is logged?
+    fn makes_spans(endpoint: Option<&str>) -> bool {
+        let config = ProcessConfig {
+            log_format: LogFormat::Json,
+            rust_log: "trace".to_owned(),
+            otel_exporter_otlp_endpoint: endpoint.map(str::to_owned),
+            shutdown_grace: Duration::from_secs(1),
+        };
+        let (subscriber, _provider) = subscriber(&config, "a-test").expect("the settings are good");
+        tracing::subscriber::with_default(subscriber, || {
+            !tracing::trace_span!(target: TRACE, "publish", otel.kind = "producer").is_disabled()
+        })
+    }
+
+    #[test]
+    fn where_nothing_is_exported_no_span_is_ever_made() {
+        assert!(!makes_spans(None));
+        assert!(!makes_spans(Some("")));
+        assert!(makes_spans(Some("http://127.0.0.1:1")));
+    }
 }
