@@ -65,7 +65,7 @@ pub async fn run(config: Config) -> Result<ExitCode, String> {
         RelayMode::Off => process.supervise("nudges", forward_nudges(db.clone(), nudge.clone(), process.shutdown())),
     }
     let retention = Retention::new(db.clone(), &config.consumer.retention);
-    let retention = retention.also("idempotency_keys", order::DELETE_KEYS, config.idempotency_retention);
+    let retention = retention.also("idempotency_keys", "created_at", order::DELETE_KEYS, config.idempotency_retention);
     process.supervise("retention", retention.run(process.shutdown()));
     let payments = Subscription { stream: payments::stream(), durable: SERVICE.to_owned() };
     let consumer = Consumer::new(db.clone(), payments.clone(), Payments, config.consumer).nudging(nudge);

@@ -2,15 +2,17 @@
 
 use std::time::Duration;
 
-use sqlx::PgPool;
+use sqlx::{AssertSqlSafe, PgPool};
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use crate::config::RetentionConfig;
-use crate::database::in_time;
+use crate::database::{in_time, is_away};
 use crate::jetstream::describe;
+use crate::measure;
 use crate::outbox::interval;
 
-/// How often a table that has nothing old is looked at.
+/// How often a table that has nothing old is looked at, and how far the clean-up is behind.
 const PAUSE: Duration = Duration::from_secs(60);
 
 /// Rows removed by one statement: few enough that it takes milliseconds, and that vacuum keeps up.
@@ -27,6 +29,7 @@ pub struct Retention {
 #[derive(Debug)]
 struct Sweep {
     table: &'static str,
+    since: &'static str,
     delete: &'static str,
     age: Duration,
 }
@@ -34,18 +37,32 @@ struct Sweep {
 impl Retention {
     /// Keeps published events and processed ids as long as `config` says.
     pub fn new(db: PgPool, config: &RetentionConfig) -> Self {
-        Self { db, sweeps: Vec::new() }.also("outbox_events", DELETE_PUBLISHED, config.relay_retention).also(
-            "processed_events",
-            DELETE_PROCESSED,
-            config.inbox_retention,
-        )
+        Self { db, sweeps: Vec::new() }
+            .also("outbox_deliveries", "published_at", DELETE_PUBLISHED, config.relay_retention)
+            .also("processed_events", "processed_at", DELETE_PROCESSED, config.inbox_retention)
     }
 
-    /// A table of the service's own: `delete` removes up to `$2` rows that are older than `$1`.
+    /// A table of the service's own: `delete` removes up to `$2` rows whose column `since`, which has an
+    /// index, is older than `$1`.
     #[must_use]
-    pub fn also(mut self, table: &'static str, delete: &'static str, age: Duration) -> Self {
-        self.sweeps.push(Sweep { table, delete, age });
+    pub fn also(mut self, table: &'static str, since: &'static str, delete: &'static str, age: Duration) -> Self {
+        self.sweeps.push(Sweep { table, since, delete, age });
         self
+    }
+
+    /// Looks how far the clean-up is behind: for how long the oldest row of each table has been due.
+    ///
+    /// # Errors
+    /// The database's.
+    pub async fn measure(&self) -> Result<(), sqlx::Error> {
+        for Sweep { table, since, age, .. } in &self.sweeps {
+            // The oldest stands at the end of its index.
+            let lag = format!("SELECT extract(epoch FROM now() - $1::interval - min({since}))::float8 FROM {table}");
+            let asking = sqlx::query_scalar(AssertSqlSafe(lag)).bind(interval(*age));
+            let lag: Option<f64> = in_time(asking.fetch_one(&self.db)).await?;
+            metrics::gauge!(measure::RETENTION_LAG, "table" => *table).set(lag.unwrap_or_default().max(0.0));
+        }
+        Ok(())
     }
 
     /// Removes up to one batch from each table. Returns the most that was removed from one.
@@ -68,18 +85,29 @@ impl Retention {
     /// Removes what is old, again and again, until `shutdown`.
     pub async fn run(self, shutdown: CancellationToken) {
         let sweeping = async {
+            let mut next_look = Instant::now();
             loop {
-                match self.run_once().await {
+                match self.look_and_remove(&mut next_look).await {
                     Ok(removed) if removed == BATCH as u64 => tokio::task::yield_now().await,
                     Ok(_) => tokio::time::sleep(PAUSE).await,
                     Err(error) => {
-                        tracing::debug!(error = describe(&error), "retention waits for the database");
+                        if !is_away(&error) {
+                            tracing::warn!(error = describe(&error), "what was kept long enough cannot be removed");
+                        }
                         tokio::time::sleep(PAUSE).await;
                     }
                 }
             }
         };
         shutdown.run_until_cancelled(sweeping).await;
+    }
+
+    async fn look_and_remove(&self, next_look: &mut Instant) -> Result<u64, sqlx::Error> {
+        if *next_look <= Instant::now() {
+            self.measure().await?;
+            *next_look = Instant::now() + PAUSE;
+        }
+        self.run_once().await
     }
 }
 
