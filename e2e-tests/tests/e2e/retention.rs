@@ -17,7 +17,7 @@ use crate::http::{order_of, start_without_broker};
 /// Inserts events that were appended `age` ago, each of an aggregate of its own, with one set-based
 /// statement: past the foreign key's trigger, which would look up each of them. Their ids rise, as
 /// those of [`outbox_core::append`] do.
-async fn insert_events(db: &mut PgConnection, count: i64, age: &str, columns: &str, values: &str) {
+pub async fn insert_events(db: &mut PgConnection, count: i64, age: &str, columns: &str, values: &str) {
     let [event_ids, aggregate_ids] = [Uuid::new_v4(), Uuid::new_v4()].map(|id| {
         let prefix = &id.to_string()[..24];
         format!("('{prefix}' || lpad(to_hex(n), 12, '0'))::uuid")
@@ -39,7 +39,7 @@ async fn insert_events(db: &mut PgConnection, count: i64, age: &str, columns: &s
     sqlx::raw_sql(AssertSqlSafe(insert)).execute(db).await.unwrap();
 }
 
-async fn insert_published(db: &mut PgConnection, count: i64, age: &str) {
+pub async fn insert_published(db: &mut PgConnection, count: i64, age: &str) {
     insert_events(db, count, age, "published_at", &format!("now() - interval '{age}'")).await;
 }
 
