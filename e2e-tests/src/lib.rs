@@ -11,6 +11,7 @@
 //! listens on a free port of 127.0.0.1, does not run as root, and is gone when this process is.
 
 mod api;
+mod audit;
 mod checker;
 mod clients;
 mod docker;
@@ -34,6 +35,7 @@ mod source;
 mod wait;
 
 pub use api::{Api, Money, Order, Payment, http_client};
+pub use audit::audit;
 pub use checker::{Checker, Counts};
 pub use nats::Nats;
 pub use nemesis::run_nemesis;

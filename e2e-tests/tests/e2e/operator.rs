@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::process::Output;
 
 use async_nats::HeaderMap;
-use e2e_tests::{Checker, Nats, Order, Pair, eventually, program};
+use e2e_tests::{Checker, Nats, Order, Pair, audit, eventually, program};
 use outbox_core::write_source;
 use serde_json::{Value, json};
 use sqlx::{ConnectOptions, PgPool};
@@ -54,7 +54,7 @@ impl Ctl {
         Self::new(&pair.payments_db, pair.nats.url()).with_peer(&pair.orders_url)
     }
 
-    fn with_peer(mut self, url: &str) -> Self {
+    pub fn with_peer(mut self, url: &str) -> Self {
         self.settings.push(("PEER_DATABASE_URL", url.to_owned()));
         self
     }
@@ -149,10 +149,14 @@ pub async fn event_of(pair: &Pair, order: Uuid, event_type: &str) -> Uuid {
     query.bind(order).bind(event_type).fetch_one(&pair.orders_db).await.unwrap()
 }
 
+/// Waits until all orders have come to their end, as promised; the audit must find nothing either.
 pub async fn settled(pair: &Pair, orders: &BTreeSet<Uuid>) -> e2e_tests::Counts {
     let jetstream = pair.nats.jetstream().await.unwrap();
     let checker = Checker { orders_db: &pair.orders_db, payments_db: &pair.payments_db, jetstream };
-    eventually(SOON, "everything comes to its end", async || checker.check(orders).await.unwrap()).await
+    let counts =
+        eventually(SOON * 2, "everything comes to its end", async || checker.check(orders).await.unwrap()).await;
+    audit(&pair.orders_db, &pair.payments_db, pair.nats.url()).await.unwrap();
+    counts
 }
 
 pub async fn is_processed(pair: &Pair, event: Uuid) {

@@ -3,13 +3,16 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use e2e_tests::Pair;
+use e2e_tests::{Nats, Pair, eventually};
 use futures::future::join_all;
-use sqlx::PgPool;
+use outbox_core::write_source;
+use sqlx::{ConnectOptions, PgPool};
+use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use crate::fixture::messages;
+use crate::fixture::{Outbox, SOON, drain, messages};
 use crate::operator::{Ctl, event_of, kinds, paid, publish_order_event, settled};
+use crate::retention::insert_events;
 
 #[tokio::test]
 async fn an_audit_of_a_healthy_pair_finds_nothing_while_orders_come() {
@@ -119,4 +122,49 @@ async fn an_audit_finds_each_kind_of_damage() {
         let text = ctl.run(&["audit"]).await;
         assert!(text.code == 1 && text.out.contains("effect without event: 2"), "{text:?}");
     }
+}
+
+#[tokio::test]
+async fn an_audit_of_a_large_stream_ends_in_time_while_a_relay_publishes_and_when_the_broker_falls_silent() {
+    const EVENTS: i64 = 50_000;
+    let nats = Nats::start().await.unwrap();
+    let (outbox, other) = (Outbox::on(&nats).await, Outbox::on(&nats).await);
+    for outbox in [&outbox, &other] {
+        write_source(&outbox.db, &outbox.name).await.unwrap();
+    }
+    let mut db = outbox.db.acquire().await.unwrap().detach();
+    insert_events(&mut db, EVENTS, "1 minute", "next_attempt_at", "now()").await;
+    drain(&outbox.relay(&["--relay-batch", "5000"])).await;
+    let ctl = Ctl::new(&outbox.db, nats.url()).with_peer(other.db.connect_options().to_url_lossy().as_str());
+
+    let stop = CancellationToken::new();
+    let relay = tokio::spawn(outbox.relay(&["--relay-poll-max", "50ms"]).run(stop.clone()));
+    let writing = async {
+        while !stop.is_cancelled() {
+            outbox.append(Uuid::now_v7(), 1).await;
+        }
+    };
+    let auditing = async {
+        let audit = ctl.json(&["audit"]).await;
+        stop.cancel();
+        audit
+    };
+    let (audit, ()) = futures::join!(auditing, writing);
+    relay.await.unwrap();
+    let checked = |what: &str| audit["checked"][what].as_i64().unwrap();
+    let in_stream = format!("{}: events in the stream", outbox.name.name);
+    assert!(checked("things: events") > EVENTS && checked(&in_stream) > EVENTS, "{audit}");
+
+    let silencing = async {
+        let stream = outbox.jetstream.get_stream(&outbox.name.name).await.unwrap();
+        eventually(SOON, "it reads the stream", async || match stream.get_info().await.unwrap().state.consumer_count {
+            0 => Err("no reader"),
+            _ => Ok(()),
+        })
+        .await;
+        nats.freeze().await.unwrap();
+    };
+    let (audit, ()) = futures::join!(ctl.run(&["audit"]), silencing);
+    nats.thaw().await.unwrap();
+    assert_eq!((audit.code, audit.out.as_str(), audit.err.lines().count()), (1, "", 1), "{audit:?}");
 }

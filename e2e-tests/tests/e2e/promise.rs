@@ -3,18 +3,13 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use e2e_tests::{Checker, Counts, Pair, Service, eventually};
+use e2e_tests::{Counts, Pair, Service, eventually};
 use futures::future::join_all;
 use serde_json::json;
 use uuid::Uuid;
 
 use crate::fixture::{SOON, messages};
-
-async fn settled(pair: &Pair, orders: &BTreeSet<Uuid>) -> Counts {
-    let jetstream = pair.nats.jetstream().await.unwrap();
-    let checker = Checker { orders_db: &pair.orders_db, payments_db: &pair.payments_db, jetstream };
-    eventually(SOON * 2, "everything comes to its end", async || checker.check(orders).await.unwrap()).await
-}
+use crate::operator::settled;
 
 /// The event types in a stream about one aggregate's order, in their order.
 async fn told(pair: &Pair, stream: &str, order: Uuid) -> Vec<String> {

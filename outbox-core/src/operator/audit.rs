@@ -22,6 +22,9 @@ use crate::outbox::interval;
 /// How often what was found is looked at again, and after how long.
 const LOOKS: [Duration; 3] = [Duration::from_secs(1), Duration::from_secs(2), Duration::from_secs(3)];
 
+/// One look takes no longer, or it is given up. A database that dies in the middle tells nobody.
+const LOOKS_WITHIN: Duration = Duration::from_secs(30 * 60);
+
 /// How far the clock of a service may be off from its database's.
 const CLOCKS: Duration = Duration::from_secs(300);
 
@@ -136,15 +139,18 @@ pub async fn audit(sides: [Side<'_>; 2], tables: &[BusinessTable], broker: &Brok
 }
 
 async fn look(sides: &[Side<'_>; 2], tables: &[BusinessTable], broker: &Broker) -> Result<Audit, OperatorError> {
-    let mut look = Look { broker, audit: Audit::default() };
-    let [a, b] = sides;
-    for side in [a, b] {
-        let name = side.operator.source().await?;
-        look.rows_against_outbox(side, &name, tables).await?;
-    }
-    look.told(a, b).await?;
-    look.told(b, a).await?;
-    Ok(look.audit)
+    let looking = async {
+        let mut look = Look { broker, audit: Audit::default() };
+        let [a, b] = sides;
+        for side in [a, b] {
+            let name = side.operator.source().await?;
+            look.rows_against_outbox(side, &name, tables).await?;
+        }
+        look.told(a, b).await?;
+        look.told(b, a).await?;
+        Ok(look.audit)
+    };
+    tokio::time::timeout(LOOKS_WITHIN, looking).await.unwrap_or(Err(OperatorError::GaveUp(LOOKS_WITHIN)))
 }
 
 struct Look<'a> {

@@ -67,6 +67,9 @@ pub enum OperatorError {
     /// A row that never can be sent.
     #[error("event {0} cannot be sent: {1}")]
     Unsendable(Uuid, WireError),
+    /// Somebody does not answer any more.
+    #[error("given up after {}", humantime::format_duration(*.0))]
+    GaveUp(Duration),
     /// The stream did not take an event.
     #[error("event {0} was not published: {1}")]
     NotPublished(Uuid, String),
