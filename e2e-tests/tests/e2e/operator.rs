@@ -2,11 +2,14 @@
 //! before it is told to.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::io::Read;
 use std::process::Output;
 
 use async_nats::HeaderMap;
 use e2e_tests::{Checker, Nats, Order, Pair, audit, eventually, program};
 use outbox_core::write_source;
+use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 use serde_json::{Value, json};
 use sqlx::{ConnectOptions, PgPool};
 use tokio::process::Command;
@@ -338,7 +341,37 @@ async fn events_are_listed_by_state_type_aggregate_time_and_error() {
 
     let text = ctl.run(&["list", "--state", "failed"]).await.out;
     assert!(text.starts_with("EVENT") && text.contains("refused by the Broker"), "{text}");
-    assert!(!text.contains('\u{1b}'), "no colours where no terminal is: {text}");
+}
+
+/// Runs it at a terminal, and returns what that is sent.
+async fn run_at_a_terminal(ctl: &Ctl, arguments: &[&str]) -> String {
+    let screen = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
+    grantpt(&screen).unwrap();
+    unlockpt(&screen).unwrap();
+    let terminal = ptsname(&screen, Vec::new()).unwrap().into_string().unwrap();
+    let terminal = File::options().read(true).write(true).open(terminal).unwrap();
+    let mut command = ctl.command(arguments).await;
+    let mut child = command.stdout(terminal).env("TERM", "xterm").spawn().unwrap();
+    child.wait().await.unwrap();
+    // Nobody else holds the terminal now: reading the screen ends with an error instead of waiting.
+    drop(command);
+    let mut shown = Vec::new();
+    let _ = File::from(screen).read_to_end(&mut shown);
+    String::from_utf8(shown).unwrap()
+}
+
+#[tokio::test]
+async fn colours_are_for_people_at_a_terminal_only() {
+    let outbox = Outbox::new().await;
+    let ctl = Ctl::of(&outbox).await;
+    let aggregate = Uuid::now_v7();
+    outbox.append(aggregate, 1).await;
+    fail(&outbox, aggregate, 1).await;
+    let (list, json) = (["list", "--state", "failed"], ["list", "--json"]);
+    assert!(run_at_a_terminal(&ctl, &list).await.contains("\u{1b}[31mfailed\u{1b}[0m"), "red");
+    for plain in [run_at_a_terminal(&ctl, &json).await, ctl.run(&list).await.out, ctl.run(&json).await.out] {
+        assert!(plain.contains("failed") && !plain.contains('\u{1b}'), "{plain}");
+    }
 }
 
 #[tokio::test]

@@ -2,12 +2,15 @@
 
 use e2e_tests::eventually;
 use futures::future::join_all;
-use serde_json::json;
+use outbox_core::Retention;
+use outbox_core::config::RetentionConfig;
+use serde_json::{Value, json};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use crate::fixture::{Outbox, SOON, drain};
+use crate::fixture::{Outbox, SOON, drain, settings};
 use crate::operator::{Ctl, fail, published_outbox};
+use crate::retention::insert_published;
 
 #[tokio::test]
 async fn a_requeued_head_lets_its_followers_flow_in_order() {
@@ -152,4 +155,45 @@ async fn only_what_was_published_long_enough_ago_is_purged() {
     let all = ctl.json(&["purge", "--older-than", "1ms", "--yes"]).await;
     assert_eq!(all["result"]["removed"], 700);
     assert_eq!(outbox.count("published_at IS NULL").await, 2);
+}
+
+#[tokio::test]
+async fn operators_release_and_purge_at_once_beside_retention_and_a_relay() {
+    const OLD: i64 = 5_000;
+    let outbox = Outbox::new().await;
+    let ctl = Ctl::of(&outbox).await;
+    insert_published(&mut outbox.db.acquire().await.unwrap(), OLD, "8 days").await;
+    let held: Vec<Uuid> = (0..50).map(|_| Uuid::now_v7()).collect();
+    for aggregate in &held {
+        outbox.append(*aggregate, 1).await;
+        outbox.append(*aggregate, 2).await;
+        outbox.lease_to_a_frozen_relay(*aggregate, 1, "1h").await;
+    }
+    let stop = CancellationToken::new();
+    let relay = tokio::spawn(outbox.relay(&["--relay-poll-max", "50ms"]).run(stop.clone()));
+
+    let (purge, release) = (["purge", "--yes", "--json"], ["release", "frozen", "--yes", "--json"]);
+    let retention = Retention::new(outbox.db.clone(), &settings::<RetentionConfig>(&[]));
+    let (first, second, third, fourth, cleaned) =
+        futures::join!(ctl.run(&purge), ctl.run(&purge), ctl.run(&release), ctl.run(&release), retention.run_once());
+    let said = [first, second, third, fourth];
+    assert!(said.iter().all(|said| said.code == 0), "{said:?}");
+    let removed: i64 = said[..2].iter().map(|said| said.json()["result"]["removed"].as_i64().unwrap()).sum();
+    assert_eq!(removed + cleaned.unwrap() as i64, OLD, "each event once: {said:?}");
+    let done = |what: &str, actions: &[(String, String, i64, bool, Value)]| -> i64 {
+        actions.iter().filter(|(_, action, ..)| action == what).map(|(_, _, how_many, ..)| how_many).sum()
+    };
+    let actions = ctl.actions().await;
+    assert_eq!((done("purge", &actions), done("release", &actions)), (removed, 50), "{actions:?}");
+
+    eventually(SOON, "all are published", async || match outbox.count("published_at IS NULL").await {
+        0 => Ok(()),
+        left => Err(left),
+    })
+    .await;
+    stop.cancel();
+    relay.await.unwrap();
+    for aggregate in held {
+        assert_eq!(outbox.published_of(aggregate).await, [1, 2]);
+    }
 }

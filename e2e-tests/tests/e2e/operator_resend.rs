@@ -8,6 +8,7 @@ use futures::future::join_all;
 use outbox_core::MESSAGE_ID;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
+use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use crate::fixture::{SOON, messages};
@@ -152,6 +153,56 @@ async fn a_lost_stream_is_rebuilt_from_the_outbox_and_a_second_time_changes_noth
     tokio::time::sleep(Duration::from_millis(300)).await;
     let (dry, some) = ctl.dry_then_really(&["rebuild"]).await;
     assert_eq!((&dry["result"]["resent"], &some["result"]["resent"]["sent"]), (&Value::Null, &json!(3)));
+}
+
+#[tokio::test]
+async fn operators_replay_and_rebuild_at_once_while_a_relay_runs() {
+    let (outbox, ctl) = published_outbox(20).await;
+    let stop = CancellationToken::new();
+    let relay = tokio::spawn(outbox.relay(&["--relay-poll-max", "50ms"]).run(stop.clone()));
+    let new = Uuid::now_v7();
+    let writing = async {
+        for sequence in 1..=30 {
+            outbox.append(new, sequence).await;
+        }
+    };
+    let replay = ["replay", "--until", "1ms", "--rate", "200", "--yes"];
+    let (one, other, ()) = futures::join!(ctl.json(&replay), ctl.json(&replay), writing);
+    let sent = [&one, &other].map(|replay| replay["result"]["resent"]["sent"].as_i64().unwrap());
+    assert!(sent.iter().all(|sent| (60..=90).contains(sent)), "{sent:?}");
+    // Each replay in an order of its own, under message ids of its own: event_id and action.
+    let replayed = messages(&outbox.jetstream, &outbox.name.name).await.into_iter().filter_map(|message| {
+        let (_, action) = message.headers[MESSAGE_ID].split_once(':')?;
+        Some((action.to_owned(), outbox_core::Envelope::read(&message).unwrap()))
+    });
+    let mut replays: BTreeMap<String, Vec<outbox_core::Envelope>> = BTreeMap::new();
+    replayed.for_each(|(action, event)| replays.entry(action).or_default().push(event));
+    assert_eq!(replays.len(), 2);
+    for events in replays.values() {
+        for (aggregate, sequences) in by_aggregate(events) {
+            assert!(sequences.iter().copied().eq(1..=sequences.len() as i64), "{aggregate}: {sequences:?}");
+            assert!(aggregate == new || sequences.len() == 3, "{aggregate}: {sequences:?}");
+        }
+    }
+
+    outbox.jetstream.delete_stream(&outbox.name.name).await.unwrap();
+    let rebuild = ["rebuild", "--yes"];
+    let writing = async {
+        for sequence in 31..=60 {
+            outbox.append(new, sequence).await;
+        }
+    };
+    futures::join!(ctl.json(&rebuild), ctl.json(&rebuild), writing);
+    eventually(SOON, "the relay has published the rest", async || match outbox.count("published_at IS NULL").await {
+        0 => Ok(()),
+        left => Err(left),
+    })
+    .await;
+    stop.cancel();
+    relay.await.unwrap();
+    let rebuilt = outbox.published().await;
+    let ids: BTreeSet<Uuid> = rebuilt.iter().map(|event| event.id).collect();
+    assert_eq!((rebuilt.len(), ids.len()), (60 + 60, 60 + 60), "each event once");
 }
 
 #[tokio::test]
