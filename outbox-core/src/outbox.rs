@@ -391,29 +391,45 @@ pub(crate) async fn count_unpublished(db: &PgPool) -> Result<Waiting, sqlx::Erro
     })
 }
 
+/// Unpublished deliveries, each with its state: the first that fits. `$rows` says where they come from. One
+/// pass over them, however many wait behind one another, and whatever the planner believes: joined with
+/// the failed ones, a backlog that came faster than its statistics took minutes.
+///
+/// blocked: an earlier event of the aggregate is failed. scheduled: it, or the first of these events of its
+/// aggregate, waits for its next attempt.
+macro_rules! with_states {
+    ($rows:literal) => {
+        concat!(
+            "
+    SELECT *,
+           CASE WHEN failed_at IS NOT NULL THEN 'failed'
+                WHEN lock_until >= now() THEN 'leased'
+                WHEN bool_or(failed_at IS NOT NULL) OVER earlier THEN 'blocked'
+                WHEN greatest(next_attempt_at, first_value(next_attempt_at) OVER aggregate) > now() THEN 'scheduled'
+                ELSE 'ready' END AS state
+    FROM ",
+            $rows,
+            "
+    WINDOW aggregate AS (PARTITION BY aggregate_id, aggregate_type ORDER BY aggregate_sequence),
+           earlier AS (aggregate ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING)"
+        )
+    };
+}
+pub(crate) use with_states;
+
 /// Reads the partial index of unpublished events, and no more than 100,000 of them: retained events
-/// cost nothing, a backlog costs little. The states are those of ARCHITECTURE, first that fits; a
-/// follower that no claim has put off yet counts as ready.
-const COUNT_UNPUBLISHED: &str = "
+/// cost nothing, a backlog costs little.
+const COUNT_UNPUBLISHED: &str = concat!(
+    "
 WITH unpublished AS (
     SELECT aggregate_type, aggregate_id, aggregate_sequence, created_at, failed_at, lock_until, next_attempt_at
     FROM outbox_deliveries
     WHERE published_at IS NULL
     ORDER BY created_at
     LIMIT 100000
-), first_failed AS (
-    SELECT aggregate_type, aggregate_id, min(aggregate_sequence) AS aggregate_sequence
-    FROM unpublished
-    WHERE failed_at IS NOT NULL
-    GROUP BY aggregate_type, aggregate_id
-), judged AS (
-    SELECT unpublished.created_at,
-           CASE WHEN unpublished.failed_at IS NOT NULL THEN 'failed'
-                WHEN unpublished.lock_until > now() THEN 'leased'
-                WHEN unpublished.aggregate_sequence > first_failed.aggregate_sequence THEN 'blocked'
-                WHEN unpublished.next_attempt_at > now() THEN 'scheduled'
-                ELSE 'ready' END AS state
-    FROM unpublished LEFT JOIN first_failed USING (aggregate_type, aggregate_id)
+), judged AS (",
+    with_states!("unpublished"),
+    "
 )
 SELECT count(*) FILTER (WHERE state = 'ready') AS ready,
        count(*) FILTER (WHERE state = 'scheduled') AS scheduled,
@@ -422,7 +438,8 @@ SELECT count(*) FILTER (WHERE state = 'ready') AS ready,
        count(*) FILTER (WHERE state = 'failed') AS failed,
        coalesce(extract(epoch FROM clock_timestamp() - min(created_at)
                 FILTER (WHERE state NOT IN ('failed', 'blocked'))), 0)::float8 AS oldest_age
-FROM judged";
+FROM judged"
+);
 
 /// Says whose outbox this database holds, for [`source`].
 ///

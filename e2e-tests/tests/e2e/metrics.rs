@@ -3,12 +3,14 @@
 use std::collections::BTreeSet;
 
 use e2e_tests::{Pair, Provider, Reply, Service, eventually, http_client};
+use outbox_core::Gauges;
 use outbox_core::measure::{self, Kind, Metric};
 use sqlx::{Connection, PgConnection, raw_sql};
 use uuid::Uuid;
 
-use crate::fixture::SOON;
+use crate::fixture::{Outbox, SOON};
 use crate::operator::{event_of, publish_order_event};
+use crate::retention::{insert_events, insert_published};
 
 /// A line of a page of metrics.
 struct Series<'a> {
@@ -160,6 +162,19 @@ async fn every_metric_is_there_with_its_labels_once_what_it_measures_has_happene
         if left.is_empty() { Ok(()) } else { Err(format!("{left:?} of {seen:#?}")) }
     })
     .await;
+}
+
+#[tokio::test]
+async fn the_gauges_of_a_large_backlog_are_counted_in_a_moment_however_many_are_failed() {
+    let outbox = Outbox::new().await;
+    let mut db = outbox.db.acquire().await.unwrap().detach();
+    // As in an outage that has just begun: the planner knows nothing of the backlog.
+    raw_sql("ALTER TABLE outbox_deliveries SET (autovacuum_enabled = off)").execute(&mut db).await.unwrap();
+    insert_published(&mut db, 1_000, "1 hour").await;
+    raw_sql("ANALYZE outbox_deliveries").execute(&mut db).await.unwrap();
+    insert_events(&mut db, 100_000, "1 minute", "failed_at", "CASE WHEN random() < 0.2 THEN now() END").await;
+    let counting = Gauges::new(outbox.db.clone());
+    tokio::time::timeout(SOON / 3, counting.run_once()).await.expect("in a moment").unwrap();
 }
 
 #[tokio::test]

@@ -13,11 +13,10 @@ use sqlx::{AssertSqlSafe, FromRow, PgPool};
 use time::OffsetDateTime;
 use uuid::Uuid;
 
-use super::look::unpublished;
 use super::stream::{await_connection, event_ids, stream_status};
 use super::{Operator, OperatorError};
 use crate::jetstream::{Broker, BrokerError, StreamName};
-use crate::outbox::interval;
+use crate::outbox::{interval, with_states};
 
 /// How often what was found is looked at again, and after how long.
 const LOOKS: [Duration; 3] = [Duration::from_secs(1), Duration::from_secs(2), Duration::from_secs(3)];
@@ -427,7 +426,7 @@ SELECT EXISTS (SELECT FROM inbox_sequences WHERE consumer = $1 AND source = $2),
 const EVENTS: &str = concat!(
     "
 WITH unpublished AS (",
-    unpublished!(),
+    with_states!("outbox_deliveries WHERE published_at IS NULL"),
     "
 )
 SELECT event.event_id, event.event_type, event.aggregate_id, event.aggregate_sequence,

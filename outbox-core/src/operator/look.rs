@@ -6,6 +6,7 @@ use time::OffsetDateTime;
 use uuid::Uuid;
 
 use super::{Operator, OperatorError};
+use crate::outbox::with_states;
 
 /// Where an event stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -32,28 +33,6 @@ impl State {
         }
     }
 }
-
-/// The unpublished deliveries, each with its state: the first that fits. One pass over the backlog,
-/// however many of them wait behind one another.
-///
-/// blocked: an earlier event of the aggregate is failed. scheduled: it, or the first unpublished event
-/// of its aggregate, waits for its next attempt.
-macro_rules! unpublished {
-    () => {
-        "
-    SELECT delivery.*,
-           CASE WHEN failed_at IS NOT NULL THEN 'failed'
-                WHEN lock_until >= now() THEN 'leased'
-                WHEN bool_or(failed_at IS NOT NULL) OVER earlier THEN 'blocked'
-                WHEN greatest(next_attempt_at, first_value(next_attempt_at) OVER aggregate) > now() THEN 'scheduled'
-                ELSE 'ready' END AS state
-    FROM outbox_deliveries delivery
-    WHERE published_at IS NULL
-    WINDOW aggregate AS (PARTITION BY aggregate_type, aggregate_id ORDER BY aggregate_sequence),
-           earlier AS (aggregate ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING)"
-    };
-}
-pub(super) use unpublished;
 
 /// Which events to list.
 #[derive(Debug, Clone, Default)]
@@ -186,7 +165,7 @@ impl Operator {
 const LIST: &str = concat!(
     "
 WITH unpublished AS (",
-    unpublished!(),
+    with_states!("outbox_deliveries WHERE published_at IS NULL"),
     "
 ), found AS (
     (SELECT ",
@@ -227,7 +206,7 @@ SELECT event_id FROM outbox_events WHERE headers ->> 'correlationid' = $1";
 const SHOW: &str = concat!(
     "
 WITH unpublished AS (",
-    unpublished!(),
+    with_states!("outbox_deliveries WHERE published_at IS NULL"),
     "
 )
 SELECT ",

@@ -6,9 +6,9 @@ use serde::Serialize;
 use sqlx::FromRow;
 use uuid::Uuid;
 
-use super::look::unpublished;
 use super::{Operator, OperatorError};
 use crate::gauges::{OldTransaction, oldest_transaction};
+use crate::outbox::with_states;
 
 /// A transaction is worth a line when it is this old.
 const OLD_SECONDS: f64 = 60.0;
@@ -139,7 +139,7 @@ SELECT (SELECT extract(epoch FROM clock_timestamp() - min(created_at))::float8
 const STATES: &str = concat!(
     "
 WITH unpublished AS (",
-    unpublished!(),
+    with_states!("outbox_deliveries WHERE published_at IS NULL"),
     "
 )
 SELECT state, count(*), extract(epoch FROM clock_timestamp() - min(created_at))::float8
