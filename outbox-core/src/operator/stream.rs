@@ -53,10 +53,14 @@ pub struct ConsumerStatus {
     pub delivered_up_to: u64,
     /// The stream's number up to which it has acknowledged everything.
     pub acknowledged_up_to: u64,
+    /// For so long it was given nothing and has acknowledged nothing, as far as this machine's clock can tell.
+    pub idle_seconds: f64,
 }
 
 impl From<consumer::Info> for ConsumerStatus {
     fn from(info: consumer::Info) -> Self {
+        let moved = [Some(info.created), info.delivered.last_active, info.ack_floor.last_active].into_iter().flatten();
+        let idle = moved.max().map(|moved| OffsetDateTime::now_utc() - moved);
         Self {
             stream: info.stream_name,
             name: info.name,
@@ -65,6 +69,7 @@ impl From<consumer::Info> for ConsumerStatus {
             redelivered: info.num_redelivered as u64,
             delivered_up_to: info.delivered.stream_sequence,
             acknowledged_up_to: info.ack_floor.stream_sequence,
+            idle_seconds: idle.map_or(0.0, |idle| idle.as_seconds_f64().max(0.0)),
         }
     }
 }

@@ -113,6 +113,12 @@ impl Stack {
         println!("  curl '{orders}?customer_id={customer}'");
         println!("  curl -X POST {orders}/ORDER_ID/cancel");
         println!("  curl '{payments}?order_id=ORDER_ID'");
+        println!("\n{BOLD}Look at it as an operator does (docs/runbook.md):{PLAIN}\n");
+        println!("  export DATABASE_URL={}", self.postgres.url("orders"));
+        println!("  export PEER_DATABASE_URL={}", self.postgres.url("payments"));
+        println!("  export NATS_URL={}", self.nats.url());
+        println!("  alias outboxctl='cargo run --quiet --package outbox-core --bin outboxctl --'");
+        println!("  outboxctl status");
     }
 }
 

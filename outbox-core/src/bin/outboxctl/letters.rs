@@ -7,7 +7,7 @@ use serde_json::json;
 use uuid::Uuid;
 
 use crate::args::{LettersArgs, LettersFilter};
-use crate::output::{Answer, Table, bad, not_done, optional, printable, time, warning};
+use crate::output::{Answer, Table, bad, counted, not_done, optional, printable, time, warning};
 
 pub(crate) async fn list(operator: &Operator, filter: &LettersFilter) -> Result<Answer, OperatorError> {
     let letters = operator.dead_letters(&filter.selection()).await?;
@@ -46,7 +46,9 @@ pub(crate) async fn show(operator: &Operator, id: Uuid) -> Result<Answer, Operat
         }
         let _ = writeln!(text, "\n{}", printable(&letter.subject));
         let headers: Vec<(&String, &String)> = contents.headers.iter().collect();
-        text += &Table::of(["header", "value"], &headers, |(name, value)| [name.into(), value.into()]).to_string();
+        if !headers.is_empty() {
+            text += &Table::of(["header", "value"], &headers, |(name, value)| [name.into(), value.into()]).to_string();
+        }
         let _ = writeln!(text, "\n{}", printable(&contents.payload));
         if let Some(reason) = &contents.illegible {
             text += &warning(format!("{reason}: it can only be discarded"));
@@ -66,10 +68,8 @@ pub(crate) async fn discard(operator: &Operator, args: &LettersArgs) -> Result<A
 }
 
 fn answer(what: &str, done: &str, settled: &Settled, really: Really) -> Answer {
-    let count = match settled.settled.len() {
-        1 => "1 dead letter".to_owned(),
-        count => format!("{count} dead letters"),
-    };
+    let how_many = settled.settled.len() as i64;
+    let count = counted(how_many, "dead letter");
     let mut text = match really {
         Really::Yes => format!("{done} {count}\n"),
         Really::DryRun => format!("would {what} {count}\n"),
@@ -87,7 +87,7 @@ fn answer(what: &str, done: &str, settled: &Settled, really: Really) -> Answer {
         text += &bad(format!("there is no dead letter {id}"));
     }
     if really == Really::DryRun {
-        text += &not_done();
+        text += &not_done(how_many);
     }
     let json = json!({"what": format!("dead-letters {what}"), "dry_run": really == Really::DryRun, "result": settled});
     Answer::new(&json, text).with_problem(!settled.refused.is_empty() || !settled.unknown.is_empty())

@@ -3,6 +3,7 @@
 use std::fmt::{self, Display};
 use std::io::{ErrorKind, Write};
 use std::process::ExitCode;
+use std::time::Duration;
 
 use anstyle::{AnsiColor, Style};
 use outbox_core::operator::Scope;
@@ -109,12 +110,12 @@ pub(crate) fn optional_time(text: &Option<String>) -> Cell {
     text.as_deref().map_or_else(|| optional(&None::<String>), time)
 }
 
-/// A span to the second, or shorter where it is short.
+/// A span to the second, or to the millisecond where it is shorter.
 pub(crate) fn seconds(seconds: f64) -> String {
-    let duration = std::time::Duration::from_secs_f64(seconds.max(0.0));
+    let duration = Duration::from_secs_f64(seconds.max(0.0));
     let rounded = match duration.as_secs() {
-        0..10 => std::time::Duration::from_millis(duration.as_millis() as u64),
-        seconds => std::time::Duration::from_secs(seconds),
+        0 => Duration::from_millis(duration.as_millis() as u64),
+        seconds => Duration::from_secs(seconds),
     };
     humantime::format_duration(rounded).to_string()
 }
@@ -190,14 +191,22 @@ pub(crate) fn scope(scope: &Scope) -> String {
     if scope.total.events == 0 { String::new() } else { table.to_string() }
 }
 
-/// The end of a dry run.
-pub(crate) fn not_done() -> String {
-    warning("Nothing was changed. With --yes it is done.")
+/// The end of a dry run that found so much to do.
+pub(crate) fn not_done(count: i64) -> String {
+    match count {
+        0 => "Nothing was changed, and there is nothing to do.\n".to_owned(),
+        _ => warning("Nothing was changed. With --yes it is done."),
+    }
 }
 
 /// "1 event", "2 events".
 pub(crate) fn events(count: i64) -> String {
-    if count == 1 { "1 event".to_owned() } else { format!("{count} events") }
+    counted(count, "event")
+}
+
+/// "1 dead letter", "2 dead letters".
+pub(crate) fn counted(count: i64, what: &str) -> String {
+    format!("{count} {what}{}", if count == 1 { "" } else { "s" })
 }
 
 #[cfg(test)]
@@ -217,5 +226,10 @@ mod tests {
     fn a_time_is_shown_to_the_second() {
         assert_eq!(time("2026-01-02T03:04:05.678901+00:00").text, "2026-01-02T03:04:05Z");
         assert_eq!(time("infinity").text, "infinity");
+    }
+
+    #[test]
+    fn a_span_is_shown_to_the_second_or_to_the_millisecond_where_it_is_shorter() {
+        assert_eq!([0.0421, 8.059, 3723.9].map(seconds), ["42ms", "8s", "1h 2m 3s"]);
     }
 }

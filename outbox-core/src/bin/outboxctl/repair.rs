@@ -27,7 +27,8 @@ fn answer(what: &str, done: &str, repaired: &Repaired, really: Really) -> Answer
         Really::DryRun => format!("would {what} {count}"),
     };
     if repaired.followers > 0 {
-        let _ = write!(text, ", and make {} due that wait behind them", events(repaired.followers as i64));
+        let are_due = if really == Really::Yes { "due again" } else { "to be due again" };
+        let _ = write!(text, "; behind, {} {are_due}", events(repaired.followers as i64));
     }
     text.push('\n');
     text += &scope(&repaired.scope);
@@ -35,7 +36,7 @@ fn answer(what: &str, done: &str, repaired: &Repaired, really: Really) -> Answer
         text += &bad(format!("{id} is not failed, or not there"));
     }
     if really == Really::DryRun {
-        text += &not_done();
+        text += &not_done(repaired.scope.total.events);
     }
     let json = json!({"what": what, "dry_run": really == Really::DryRun, "result": repaired});
     Answer::new(&json, text).with_problem(!repaired.refused.is_empty())
@@ -48,7 +49,9 @@ pub(crate) async fn purge(
 ) -> Result<Answer, OperatorError> {
     if args.yes.really() == Really::DryRun {
         let purgeable = operator.purgeable(args.older_than).await?;
-        let text = format!("would remove {}\n", events(purgeable.total.events)) + &scope(&purgeable) + &not_done();
+        let text = format!("would remove {}\n", events(purgeable.total.events))
+            + &scope(&purgeable)
+            + &not_done(purgeable.total.events);
         return Ok(Answer::new(&json!({"what": "purge", "dry_run": true, "result": {"scope": purgeable}}), text));
     }
     let mut meter = Meter::new("removed");

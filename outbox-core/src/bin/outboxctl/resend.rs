@@ -32,7 +32,7 @@ pub(crate) async fn replay(
     let answer = if args.yes.really() == Really::DryRun {
         let chosen = operator.published(&selection).await?;
         let text = format!("would publish {} again, {} a second\n", events(chosen.total.events), args.rate);
-        would("replay", &chosen, &refused, text)
+        would("replay", &chosen, &refused, text, chosen.total.events)
     } else {
         await_connection(&broker).await?;
         let stream = Stream::existing(broker, operator.source().await?, PUBLISH_TIMEOUT);
@@ -67,7 +67,7 @@ pub(crate) async fn rebuild(
         };
         let retained = events(chosen.total.events);
         let text = format!("{holds}\nwould publish the {missing} of {retained} retained that it does not hold\n");
-        return Ok(would("rebuild", &chosen, &[], text));
+        return Ok(would("rebuild", &chosen, &[], text, missing as i64));
     }
     let mut meter = Meter::new("published");
     let progress = |progress: Progress| meter.show(progress.sent as i64, Some(progress.of));
@@ -76,9 +76,9 @@ pub(crate) async fn rebuild(
     Ok(done("rebuild", &resent, &[], text, "run it again: what the stream holds by then is not sent again"))
 }
 
-fn would(what: &str, chosen: &Scope, refused: &[Uuid], text: String) -> Answer {
+fn would(what: &str, chosen: &Scope, refused: &[Uuid], text: String, count: i64) -> Answer {
     let json = json!({"what": what, "dry_run": true, "result": {"scope": chosen, "refused": refused}});
-    Answer::new(&json, text + &scope(chosen) + &described(refused) + &not_done())
+    Answer::new(&json, text + &scope(chosen) + &described(refused) + &not_done(count))
 }
 
 fn done(what: &str, resent: &Resent, refused: &[Uuid], mut text: String, go_on: &str) -> Answer {

@@ -8,9 +8,10 @@ use outbox_core::operator::{
 };
 use serde::Serialize;
 
-use crate::output::{Answer, Table, bad, good, heading, optional, seconds, state, time, warning};
+use crate::output::{Answer, Table, bad, counted, events, good, heading, optional, seconds, state, time, warning};
 
-/// An event that should be on its way, and has been waiting for so long, is a problem.
+/// An event that should be on its way, and has been waiting for so long, is a problem; so is a consumer that
+/// has not moved for so long, and does not have everything.
 const LONG_SECONDS: f64 = 60.0;
 
 #[derive(Debug, Serialize)]
@@ -29,6 +30,13 @@ struct BrokerStatus {
     /// The service's own consumers, of others' streams.
     consumes: Vec<ConsumerStatus>,
     unknown: Vec<String>,
+}
+
+impl BrokerStatus {
+    /// Those of the service's stream, and its own.
+    fn consumers(&self) -> impl Iterator<Item = &ConsumerStatus> {
+        self.stream.iter().flat_map(|stream| &stream.consumers).chain(&self.consumes)
+    }
 }
 
 pub(crate) async fn status(operator: &Operator, broker: &Broker) -> Result<Answer, OperatorError> {
@@ -64,19 +72,31 @@ fn problems(status: &Status, broker: &BrokerStatus) -> Vec<String> {
     let count = |state: &str| status.states.get(state).copied().unwrap_or_default();
     for state in ["failed", "blocked"] {
         if count(state) > 0 {
-            problems.push(format!("{} {state}: outboxctl list --state {state}", crate::output::events(count(state))));
+            problems.push(format!("{} {state}: outboxctl list --state {state}", events(count(state))));
         }
     }
     if let Some(age) = status.oldest_waiting_seconds.filter(|age| *age > LONG_SECONDS) {
         problems.push(format!("an event has been waiting to be published for {}", seconds(age)));
     }
     for lease in status.leases.iter().filter(|lease| lease.expired > 0) {
-        problems.push(format!("{} let {} leases run out and nobody took them over", lease.worker, lease.expired));
+        let leases = counted(lease.expired, "lease");
+        problems.push(format!("{} let {leases} run out and nobody took over", lease.worker));
     }
+    problems.extend(broker.consumers().filter_map(stands_still));
     if status.dead_letters > 0 {
-        problems.push(format!("{} dead letters: outboxctl dead-letters list", status.dead_letters));
+        let letters = counted(status.dead_letters, "dead letter");
+        problems.push(format!("{letters}: outboxctl dead-letters list"));
     }
     problems
+}
+
+fn stands_still(consumer: &ConsumerStatus) -> Option<String> {
+    let ConsumerStatus { name, stream, idle_seconds, .. } = consumer;
+    let behind = (consumer.pending + consumer.ack_pending) as i64;
+    let is_problem = behind > 0 && *idle_seconds > LONG_SECONDS;
+    let behind = counted(behind, "message");
+    is_problem
+        .then(|| format!("{name} is {behind} of {stream} behind, and has not moved for {}", seconds(*idle_seconds)))
 }
 
 fn describe(everything: &Everything) -> String {
@@ -155,8 +175,7 @@ fn describe_broker(broker: &BrokerStatus) -> String {
             stream.name, stream.messages, stream.bytes, stream.first_sequence, stream.last_sequence
         );
     }
-    let of_ours = broker.stream.iter().flat_map(|stream| &stream.consumers);
-    let consumers: Vec<&ConsumerStatus> = of_ours.chain(&broker.consumes).collect();
+    let consumers: Vec<&ConsumerStatus> = broker.consumers().collect();
     if !consumers.is_empty() {
         let headers = ["stream", "consumer", "pending", "not acknowledged", "redelivered"];
         let table = Table::of(headers, &consumers, |consumer| {
@@ -171,4 +190,27 @@ fn describe_broker(broker: &BrokerStatus) -> String {
         let _ = write!(text, "{table}");
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_consumer_that_has_not_moved_for_a_minute_is_a_problem_only_where_it_is_behind() {
+        let consumer = |pending, ack_pending, idle_seconds| ConsumerStatus {
+            stream: "ORDERS".to_owned(),
+            name: "payment-service".to_owned(),
+            pending,
+            ack_pending,
+            redelivered: 0,
+            delivered_up_to: 9,
+            acknowledged_up_to: 9,
+            idle_seconds,
+        };
+        assert_eq!(stands_still(&consumer(0, 0, 3600.0)), None, "it has everything");
+        assert_eq!(stands_still(&consumer(1000, 256, 1.0)), None, "it moves");
+        let line = "payment-service is 3 messages of ORDERS behind, and has not moved for 2m";
+        assert_eq!(stands_still(&consumer(2, 1, 120.0)).as_deref(), Some(line));
+    }
 }
