@@ -214,6 +214,7 @@ impl Scene {
         self.pair.place(300, "EUR").await;
         let orders_come = async || insert(&self.pair.orders_db, 20, 1..=1, "OrderPaid").await;
         self.fires_while("InboxLagGrowing", "payment-service", orders_come).await;
+        self.fires("InboxNotConsuming", "payment-service").await;
     }
 
     async fn a_database_is_away(&self) {
