@@ -316,7 +316,7 @@ impl Relay {
     fn span(&self, event: &ClaimedEvent) -> Span {
         let span = tracing::trace_span!(
             target: TRACE, "publish", otel.name = format!("publish {}", event.event_type), otel.kind = "producer",
-            messaging.system = "nats", messaging.operation.type = "send",
+            messaging.system = "nats", messaging.operation.name = "publish", messaging.operation.type = "send",
             messaging.destination.name = self.stream.name().name, messaging.message.id = %event.id,
             aggregate_id = %event.aggregate.id, attempt = event.attempts + 1,
         );

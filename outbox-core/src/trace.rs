@@ -59,7 +59,8 @@ pub(crate) fn traceparent(span: &Span) -> Option<String> {
 pub(crate) fn process(consumer: &str, envelope: &mut Envelope) -> Span {
     let span = tracing::trace_span!(
         target: TRACE, "process", otel.name = format!("process {}", envelope.event_type), otel.kind = "consumer",
-        messaging.system = "nats", messaging.operation.type = "process", messaging.consumer.group.name = consumer,
+        messaging.system = "nats", messaging.operation.name = "process", messaging.operation.type = "process",
+        messaging.consumer.group.name = consumer,
         messaging.message.id = %envelope.id, aggregate_id = %envelope.aggregate.id,
     );
     let span = caused_by(span, envelope.context.traceparent.as_deref());

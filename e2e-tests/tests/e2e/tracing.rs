@@ -1,6 +1,6 @@
 //! Tracing: one trace from the request to everything that follows from it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
 
 use axum::body::Bytes;
@@ -25,6 +25,7 @@ struct Span {
     id: Vec<u8>,
     parent: Vec<u8>,
     links: Vec<Vec<u8>>,
+    attributes: BTreeSet<String>,
 }
 
 type Spans = Arc<Mutex<BTreeMap<String, Span>>>;
@@ -50,6 +51,7 @@ async fn receive(State(spans): State<Spans>, body: Bytes) {
                 service: service.clone(),
                 kind: span.kind(),
                 links: span.links.into_iter().map(|link| link.span_id).collect(),
+                attributes: span.attributes.into_iter().map(|attribute| attribute.key).collect(),
                 trace: span.trace_id,
                 id: span.span_id,
                 parent: span.parent_span_id,
@@ -70,8 +72,14 @@ async fn place_traced(pair: &Pair, amount: i64, correlation_id: &str) -> Order {
 #[tokio::test]
 async fn one_trace_leads_from_the_request_through_both_services_and_back() {
     let (url, spans) = receiver().await;
-    let pair = Pair::builder().setting("OTEL_EXPORTER_OTLP_ENDPOINT", &url).start().await;
+    let pair = Pair::builder().own_servers().setting("OTEL_EXPORTER_OTLP_ENDPOINT", &url).start().await;
+    // Another process publishes the event than the one that took the request, and later.
+    pair.nats.stop().await.unwrap();
     let order = place_traced(&pair, 100, "a-request").await;
+    assert!(pair.orders[0].terminate(SOON).await.unwrap().success());
+    pair.orders[0].start_again().await.unwrap();
+    pair.nats.start_again().await.unwrap();
+    pair.orders[0].wait_until_ready(SOON).await.unwrap();
     pair.order_becomes(order.id, "paid").await;
 
     // A span, what it is, and what it was caused by.
@@ -99,6 +107,9 @@ async fn one_trace_leads_from_the_request_through_both_services_and_back() {
         assert_eq!((&*span.service, span.kind, &span.trace, &span.parent), (service, kind, &trace, cause), "{name}");
         if matches!(kind, SpanKind::Producer | SpanKind::Consumer) {
             assert_eq!(span.links, std::slice::from_ref(cause), "{name} is linked to its cause");
+            for attribute in ["messaging.system", "messaging.operation.name", "messaging.message.id"] {
+                assert!(span.attributes.contains(attribute), "{attribute} is not in {span:?}");
+            }
         }
     }
 }
