@@ -4,8 +4,8 @@ use std::io::IsTerminal;
 use std::time::Duration;
 
 use opentelemetry_sdk::trace::SdkTracerProvider;
-use tracing::{Level, Subscriber};
-use tracing_subscriber::filter::{EnvFilter, FilterExt, Targets, filter_fn};
+use tracing::{Dispatch, Level};
+use tracing_subscriber::filter::{EnvFilter, Targets};
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{Layer, fmt};
@@ -43,25 +43,28 @@ pub fn start(config: &ProcessConfig, service: &str) -> Result<Telemetry, String>
     Ok(Telemetry(provider))
 }
 
-fn subscriber(
-    config: &ProcessConfig,
-    service: &str,
-) -> Result<(impl Subscriber + Send + Sync + 'static, Option<SdkTracerProvider>), String> {
-    let filter = EnvFilter::try_new(&config.rust_log).map_err(|error| format!("RUST_LOG: {error}"))?;
+fn subscriber(config: &ProcessConfig, service: &str) -> Result<(Dispatch, Option<SdkTracerProvider>), String> {
+    let complaint = |error| format!("RUST_LOG: {error}");
+    // Spans are not for the log.
+    let no_spans = format!("{TRACE}=off").parse().map_err(complaint)?;
+    let filter = EnvFilter::try_new(&config.rust_log).map_err(complaint)?.add_directive(no_spans);
     let log = fmt::layer().with_ansi(std::io::stderr().is_terminal()).with_writer(std::io::stderr);
     let log = match config.log_format {
         LogFormat::Pretty => log.boxed(),
         LogFormat::Json => log.json().flatten_event(true).boxed(),
     };
-    // Spans are not for the log.
-    let filter = filter.and(filter_fn(|metadata| metadata.target() != TRACE));
     let export = config.otel_exporter_otlp_endpoint.as_deref().filter(|endpoint| !endpoint.is_empty());
     let (provider, tracer) = export.map(|endpoint| trace::exporter(endpoint, service)).transpose()?.unzip();
-    let spans = tracer.map(|tracer| {
-        let only_spans = Targets::new().with_target(TRACE, Level::TRACE);
-        tracing_opentelemetry::layer().with_tracer(tracer).with_filter(only_spans)
-    });
-    Ok((tracing_subscriber::registry().with(log.with_filter(filter)).with(spans), provider))
+    let log = tracing_subscriber::registry().with(log.with_filter(filter));
+    // Not as an optional layer: where that is missing, it is taken for one that wants every span.
+    let subscriber = match tracer {
+        None => log.into(),
+        Some(tracer) => {
+            let only_spans = Targets::new().with_target(TRACE, Level::TRACE);
+            log.with(tracing_opentelemetry::layer().with_tracer(tracer).with_filter(only_spans)).into()
+        }
+    };
+    Ok((subscriber, provider))
 }
 
 #[cfg(test)]
@@ -77,7 +80,7 @@ mod tests {
             shutdown_grace: Duration::from_secs(1),
         };
         let (subscriber, _provider) = subscriber(&config, "a-test").expect("the settings are good");
-        tracing::subscriber::with_default(subscriber, || {
+        tracing::dispatcher::with_default(&subscriber, || {
             !tracing::trace_span!(target: TRACE, "publish", otel.kind = "producer").is_disabled()
         })
     }

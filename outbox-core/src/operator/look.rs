@@ -1,5 +1,6 @@
 //! Single events: found by what is asked for, and their whole way from outbox to inbox.
 
+use clap::ValueEnum;
 use serde::Serialize;
 use sqlx::PgPool;
 use time::OffsetDateTime;
@@ -9,14 +10,19 @@ use super::{Operator, OperatorError};
 use crate::outbox::with_states;
 
 /// Where an event stands.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-#[allow(missing_docs)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum State {
+    /// May be claimed now.
     Ready,
+    /// It, or the head it waits for, is in backoff.
     Scheduled,
+    /// A relay has it in hand.
     Leased,
+    /// An earlier event of its aggregate is failed.
     Blocked,
+    /// Only an operator can help.
     Failed,
+    /// The stream has it.
     Published,
 }
 

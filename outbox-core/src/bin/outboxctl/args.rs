@@ -3,7 +3,7 @@
 use std::num::NonZeroU32;
 use std::time::Duration;
 
-use clap::{Parser, Subcommand, ValueEnum};
+use clap::{Parser, Subcommand};
 use outbox_core::config::{RetentionConfig, StreamConfig, duration};
 use outbox_core::operator::{Moment, Operator, OperatorError, Really, Selection, State};
 use time::OffsetDateTime;
@@ -100,40 +100,11 @@ impl Yes {
     }
 }
 
-#[derive(Debug, Clone, Copy, ValueEnum)]
-pub(crate) enum StateArg {
-    /// May be claimed now.
-    Ready,
-    /// It, or the head it waits for, is in backoff.
-    Scheduled,
-    /// A relay has it in hand.
-    Leased,
-    /// An earlier event of its aggregate is failed.
-    Blocked,
-    /// Only an operator can help.
-    Failed,
-    /// The stream has it.
-    Published,
-}
-
-impl From<StateArg> for State {
-    fn from(state: StateArg) -> Self {
-        match state {
-            StateArg::Ready => Self::Ready,
-            StateArg::Scheduled => Self::Scheduled,
-            StateArg::Leased => Self::Leased,
-            StateArg::Blocked => Self::Blocked,
-            StateArg::Failed => Self::Failed,
-            StateArg::Published => Self::Published,
-        }
-    }
-}
-
 #[derive(Debug, clap::Args)]
 pub(crate) struct ListArgs {
     /// Only those that stand there.
     #[arg(long)]
-    pub(crate) state: Option<StateArg>,
+    pub(crate) state: Option<State>,
     /// Only those of this type.
     #[arg(long = "type", value_name = "TYPE")]
     pub(crate) event_type: Option<String>,
@@ -178,7 +149,20 @@ impl Range {
 #[derive(Debug, clap::Args)]
 #[group(id = "which", required = true, multiple = true, args = ["ids", "aggregate", "event_type", "all_failed"])]
 pub(crate) struct RequeueArgs {
-    /// These events.
+    #[command(flatten)]
+    pub(crate) these: These,
+    /// All that are failed.
+    #[arg(long, conflicts_with_all = ["ids", "aggregate", "event_type"])]
+    all_failed: bool,
+    #[command(flatten)]
+    pub(crate) yes: Yes,
+}
+
+/// By id, or by what they have in common.
+#[derive(Debug, clap::Args)]
+#[group(skip)]
+pub(crate) struct These {
+    /// These, by event_id.
     #[arg(value_name = "EVENT_ID", conflicts_with_all = ["aggregate", "event_type"])]
     ids: Vec<Uuid>,
     /// Those of this aggregate.
@@ -187,14 +171,9 @@ pub(crate) struct RequeueArgs {
     /// Those of this type.
     #[arg(long = "type", value_name = "TYPE")]
     event_type: Option<String>,
-    /// All that are failed.
-    #[arg(long, conflicts_with_all = ["ids", "aggregate", "event_type"])]
-    all_failed: bool,
-    #[command(flatten)]
-    pub(crate) yes: Yes,
 }
 
-impl RequeueArgs {
+impl These {
     pub(crate) fn selection(&self) -> Selection {
         Selection {
             ids: named(&self.ids),
@@ -267,10 +246,14 @@ pub(crate) enum LettersCommand {
         id: Uuid,
     },
     /// Hand dead letters back to the consumer; those that wait behind them follow.
+    #[command(after_help = BY_EITHER_ID)]
     Retry(LettersArgs),
     /// Give dead letters up: their aggregates go on without them.
+    #[command(after_help = BY_EITHER_ID)]
     Discard(LettersArgs),
 }
+
+const BY_EITHER_ID: &str = "An id may be the event's or the dead letter's own.";
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct LettersFilter {
@@ -291,31 +274,13 @@ impl LettersFilter {
 #[derive(Debug, clap::Args)]
 #[group(id = "which", required = true, multiple = true, args = ["ids", "aggregate", "event_type", "all"])]
 pub(crate) struct LettersArgs {
-    /// These dead letters, by their own ids or their events'.
-    #[arg(value_name = "ID", conflicts_with_all = ["aggregate", "event_type"])]
-    ids: Vec<Uuid>,
-    /// Those of this aggregate.
-    #[arg(long, value_name = "ID")]
-    aggregate: Option<Uuid>,
-    /// Those of this type.
-    #[arg(long = "type", value_name = "TYPE")]
-    event_type: Option<String>,
+    #[command(flatten)]
+    pub(crate) these: These,
     /// All of them.
     #[arg(long, conflicts_with_all = ["ids", "aggregate", "event_type"])]
     all: bool,
     #[command(flatten)]
     pub(crate) yes: Yes,
-}
-
-impl LettersArgs {
-    pub(crate) fn selection(&self) -> Selection {
-        Selection {
-            ids: named(&self.ids),
-            aggregate: self.aggregate,
-            event_type: self.event_type.clone(),
-            ..Selection::default()
-        }
-    }
 }
 
 fn named(ids: &[Uuid]) -> Option<Vec<Uuid>> {

@@ -17,7 +17,7 @@ use crate::output::{Answer, Table, bad, heading, optional, optional_time, printa
 pub(crate) async fn list(operator: &Operator, args: &ListArgs) -> Result<Answer, OperatorError> {
     let (since, until) = args.range.resolve(operator).await?;
     let filter = Filter {
-        state: args.state.map(Into::into),
+        state: args.state,
         event_type: args.event_type.clone(),
         aggregate: args.aggregate,
         since,

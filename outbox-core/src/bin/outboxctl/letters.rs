@@ -58,12 +58,12 @@ pub(crate) async fn show(operator: &Operator, id: Uuid) -> Result<Answer, Operat
 }
 
 pub(crate) async fn retry(operator: &Operator, args: &LettersArgs) -> Result<Answer, OperatorError> {
-    let settled = operator.retry(&args.selection(), args.yes.really()).await?;
+    let settled = operator.retry(&args.these.selection(), args.yes.really()).await?;
     Ok(answer("retry", "handed back", &settled, args.yes.really()))
 }
 
 pub(crate) async fn discard(operator: &Operator, args: &LettersArgs) -> Result<Answer, OperatorError> {
-    let settled = operator.discard(&args.selection(), args.yes.really()).await?;
+    let settled = operator.discard(&args.these.selection(), args.yes.really()).await?;
     Ok(answer("discard", "discarded", &settled, args.yes.really()))
 }
 

@@ -11,7 +11,7 @@ use crate::output::{Answer, bad, events, not_done, scope};
 use crate::resend::Meter;
 
 pub(crate) async fn requeue(operator: &Operator, args: &RequeueArgs) -> Result<Answer, OperatorError> {
-    let repaired = operator.requeue(&args.selection(), args.yes.really()).await?;
+    let repaired = operator.requeue(&args.these.selection(), args.yes.really()).await?;
     Ok(answer("requeue", "requeued", &repaired, args.yes.really()))
 }
 
