@@ -344,14 +344,15 @@ async fn events_are_listed_by_state_type_aggregate_time_and_error() {
 }
 
 /// Runs it at a terminal, and returns what that is sent.
-async fn run_at_a_terminal(ctl: &Ctl, arguments: &[&str]) -> String {
+pub async fn run_at_a_terminal(ctl: &Ctl, arguments: &[&str]) -> String {
     let screen = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
     grantpt(&screen).unwrap();
     unlockpt(&screen).unwrap();
     let terminal = ptsname(&screen, Vec::new()).unwrap().into_string().unwrap();
     let terminal = File::options().read(true).write(true).open(terminal).unwrap();
     let mut command = ctl.command(arguments).await;
-    let mut child = command.stdout(terminal).env("TERM", "xterm").spawn().unwrap();
+    command.stderr(terminal.try_clone().unwrap()).stdout(terminal);
+    let mut child = command.env("TERM", "xterm").spawn().unwrap();
     child.wait().await.unwrap();
     // Nobody else holds the terminal now: reading the screen ends with an error instead of waiting.
     drop(command);

@@ -160,7 +160,10 @@ async fn a_letter_behind_events_that_never_came_is_discarded_with_them() {
     dead_letters_are(&pair, 1).await;
     publish_order_event(&pair, follower, order, 4, "1").await;
 
-    let (dry, _) = ctl.dry_then_really(&["dead-letters", "discard", &late.to_string()]).await;
-    assert_eq!(dry["result"]["given_up"], json!([[order, 1, 2]]));
+    // Its consumer looks at the follower again and again, so that the tables never stand still.
+    let discard = ["dead-letters", "discard", &late.to_string()];
+    for discard in [&discard[..], &[&discard[..], &["--yes"]].concat()] {
+        assert_eq!(ctl.json(discard).await["result"]["given_up"], json!([[order, 1, 2]]));
+    }
     is_processed(&pair, follower).await;
 }

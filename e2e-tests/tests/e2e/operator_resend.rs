@@ -12,7 +12,7 @@ use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use crate::fixture::{SOON, messages};
-use crate::operator::{Ctl, everything, kinds, paid, published_outbox, said, settled};
+use crate::operator::{Ctl, everything, kinds, paid, published_outbox, run_at_a_terminal, said, settled};
 
 #[tokio::test]
 async fn a_replay_is_delivered_inside_the_brokers_window_and_has_no_second_effect() {
@@ -74,6 +74,9 @@ async fn a_replay_keeps_its_rate_and_the_order_of_each_aggregate() {
     assert_eq!(again.len(), 30);
     assert!(again.values().all(|sequences| *sequences == [1, 2, 3]), "{again:?}");
 
+    let shown = run_at_a_terminal(&ctl, &["replay", "--since", "1h", "--rate", "60", "--yes"]).await;
+    assert!(shown.contains("\rpublished again 6 of 90") && shown.contains("published again 90 of 90"), "{shown}");
+
     let aggregate = again.keys().next().unwrap();
     let one = ctl.json(&["replay", "--aggregate", &aggregate.to_string(), "--yes"]).await;
     assert_eq!(one["result"]["resent"]["sent"], 3);
@@ -105,7 +108,9 @@ async fn a_replay_that_was_stopped_goes_on_where_it_was() {
     let (_, _, recorded, has_ended, details) = ctl.actions().await.pop().unwrap();
     assert_eq!((recorded, has_ended, &details["last"]), (sent, false, &json!(last)), "how far it came is on record");
 
-    let rest = ctl.json(&[&replay[..4], &["--after", &last]].concat()).await;
+    let go_on = [&replay[..3], &["--after", &last]].concat();
+    assert_eq!(ctl.json(&go_on).await["result"]["scope"]["events"], 60 - sent, "a dry run counts the rest");
+    let rest = ctl.json(&[&go_on[..], &["--yes"]].concat()).await;
     assert_eq!(rest["result"]["resent"]["sent"], 60 - sent);
     let again = by_aggregate(&outbox.published().await[60..]);
     assert!(again.len() == 20 && again.values().all(|sequences| *sequences == [1, 2, 3]), "{again:?}");

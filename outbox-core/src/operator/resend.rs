@@ -15,7 +15,8 @@ use std::time::{Duration, Instant};
 use futures::future::join_all;
 use serde::Serialize;
 use serde_json::json;
-use sqlx::Row;
+use sqlx::postgres::PgArguments;
+use sqlx::{Postgres, Row, query::Query};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
@@ -71,6 +72,11 @@ impl Position {
         Self { aggregate_type: String::new(), aggregate_id: Uuid::nil(), aggregate_sequence: 0 }
     }
 
+    /// As $6 to $8, as [`published_after`] wants it.
+    fn bind_to(self, query: Query<'_, Postgres, PgArguments>) -> Query<'_, Postgres, PgArguments> {
+        query.bind(self.aggregate_type).bind(self.aggregate_id).bind(self.aggregate_sequence)
+    }
+
     fn of(event: &ClaimedEvent) -> Self {
         Self {
             aggregate_type: event.aggregate_type.clone(),
@@ -94,12 +100,13 @@ struct Sending<'a> {
 }
 
 impl Operator {
-    /// What a selection amounts to of what was published.
+    /// What a selection amounts to of what was published, from after the event `after` on.
     ///
     /// # Errors
-    /// The database's.
-    pub async fn published(&self, selection: &Selection) -> Result<Scope, OperatorError> {
-        Ok(fetch_scope(selection.query(PUBLISHED), &mut *self.db.acquire().await?).await?)
+    /// The database's; [`OperatorError::NoEvent`].
+    pub async fn published(&self, selection: &Selection, after: Option<Uuid>) -> Result<Scope, OperatorError> {
+        let counting = self.position(after).await?.bind_to(selection.query(PUBLISHED));
+        Ok(fetch_scope(counting, &mut *self.db.acquire().await?).await?)
     }
 
     /// Which of the events that a selection names by id were not published.
@@ -128,11 +135,8 @@ impl Operator {
         progress: impl FnMut(Progress),
     ) -> Result<Resent, OperatorError> {
         stream.ensure().await?;
-        let from = match after {
-            Some(event) => self.position(event).await?,
-            None => Position::start(),
-        };
-        let counting = selection.query(COUNT_PUBLISHED).fetch_one(&self.db);
+        let from = self.position(after).await?;
+        let counting = from.clone().bind_to(selection.query(COUNT_PUBLISHED)).fetch_one(&self.db);
         let (of, rate) = (counting.await?.try_get(0)?, Some(rate));
         let sending = Sending { what: "replay", selection, from, rate, held: Vec::new(), is_fresh: true, of };
         self.send(stream, sending, stop, progress).await
@@ -178,7 +182,8 @@ impl Operator {
         self.send(stream, sending, stop, progress).await
     }
 
-    async fn position(&self, event: Uuid) -> Result<Position, OperatorError> {
+    async fn position(&self, after: Option<Uuid>) -> Result<Position, OperatorError> {
+        let Some(event) = after else { return Ok(Position::start()) };
         let found: Option<(String, Uuid, i64)> = sqlx::query_as(POSITION).bind(event).fetch_optional(&self.db).await?;
         let (aggregate_type, aggregate_id, aggregate_sequence) = found.ok_or(OperatorError::NoEvent(event))?;
         Ok(Position { aggregate_type, aggregate_id, aggregate_sequence })
@@ -246,15 +251,8 @@ impl Operator {
         after: &Position,
         limit: usize,
     ) -> Result<Vec<ClaimedEvent>, OperatorError> {
-        let rows = selection
-            .query(PAGE)
-            .bind(action)
-            .bind(&after.aggregate_type)
-            .bind(after.aggregate_id)
-            .bind(after.aggregate_sequence)
-            .bind(limit as i64)
-            .fetch_all(&self.db)
-            .await?;
+        let paging = after.clone().bind_to(selection.query(PAGE)).bind(action).bind(limit as i64);
+        let rows = paging.fetch_all(&self.db).await?;
         let events = rows.iter().filter_map(|row| claimed_event(row).transpose());
         Ok(events.collect::<Result<_, _>>()?)
     }
@@ -299,9 +297,19 @@ async fn send_one(stream: &Stream, event: &ClaimedEvent, message_id: String) -> 
     }
 }
 
-const PUBLISHED: &str = count!(chosen!("delivery.published_at IS NOT NULL"));
+/// What of a [`Selection`] was published and stands after a [`Position`].
+macro_rules! published_after {
+    () => {
+        chosen!(
+            "delivery.published_at IS NOT NULL
+  AND (event.aggregate_type, event.aggregate_id, event.aggregate_sequence) > ($6, $7, $8)"
+        )
+    };
+}
 
-const COUNT_PUBLISHED: &str = concat!("SELECT count(*)", chosen!("delivery.published_at IS NOT NULL"));
+const PUBLISHED: &str = count!(published_after!());
+
+const COUNT_PUBLISHED: &str = concat!("SELECT count(*)", published_after!());
 
 const PUBLISHED_OF: &str = "
 SELECT event_id FROM outbox_deliveries WHERE event_id = ANY ($1) AND published_at IS NOT NULL";
@@ -320,9 +328,9 @@ SELECT event.event_id, event.aggregate_type, event.aggregate_id, event.aggregate
        event.event_type, event.event_version, event.payload::text AS payload, event.headers,
        to_char(event.created_at AT TIME ZONE 'UTC', 'YYYY-MM-DD\"T\"HH24:MI:SS.US\"Z\"') AS time,
        delivery.attempts",
-    chosen!("delivery.published_at <= (SELECT begun_at FROM operator_actions WHERE action_id = $6)"),
+    published_after!(),
     "
-  AND (event.aggregate_type, event.aggregate_id, event.aggregate_sequence) > ($7, $8, $9)
+  AND delivery.published_at <= (SELECT begun_at FROM operator_actions WHERE action_id = $9)
 ORDER BY event.aggregate_type, event.aggregate_id, event.aggregate_sequence
 LIMIT $10"
 );

@@ -30,7 +30,7 @@ pub(crate) async fn replay(
     let selection = args.selection(operator).await?;
     let refused = operator.not_published(&selection).await?;
     let answer = if args.yes.really() == Really::DryRun {
-        let chosen = operator.published(&selection).await?;
+        let chosen = operator.published(&selection, args.after).await?;
         let text = format!("would publish {} again, {} a second\n", events(chosen.total.events), args.rate);
         would("replay", &chosen, &refused, text, chosen.total.events)
     } else {
@@ -58,7 +58,7 @@ pub(crate) async fn rebuild(
     await_connection(&broker).await?;
     let stream = Stream::new(broker, operator.source().await?, args.stream.clone(), PUBLISH_TIMEOUT);
     if args.yes.really() == Really::DryRun {
-        let chosen = operator.published(&Selection::default()).await?;
+        let chosen = operator.published(&Selection::default(), None).await?;
         let missing = operator.missing_in_stream(&stream).await?;
         let holds = match stream_status(stream.broker(), &stream.name().name).await {
             Ok(status) => format!("stream {} holds {} messages", status.name, status.messages),
