@@ -141,11 +141,14 @@ impl<H: Handler> Item<'_, H> {
         }
     }
 
+    /// Its type as a label: a producer's types that nobody here knows must not become labels.
+    fn type_label(&self) -> &str {
+        if self.is_known { &self.envelope.event_type } else { "other" }
+    }
+
     fn count(&self) {
-        // A producer's types that nobody here knows must not become labels.
-        let event_type = if self.is_known { &*self.envelope.event_type } else { "other" };
         let delivery = self.delivery();
-        measure::count_delivery(event_type, delivery);
+        measure::count_delivery(self.type_label(), delivery);
         if let Some(age) = measure::age(&self.envelope.time).filter(|_| delivery == Delivery::Applied) {
             metrics::histogram!(measure::APPEND_TO_EFFECT_SECONDS).record(age);
         }
@@ -449,7 +452,13 @@ impl<H: Handler> Consumer<H> {
         crash_point!("consumer.after_commit");
 
         dead.iter().for_each(log_dead_letter);
-        parked.iter().for_each(|parked| measure::count_parked(parked.reason));
+        for item in &*items {
+            match item.step {
+                Step::Waits(_) => measure::count_parked(item.type_label(), ParkReason::Gap),
+                Step::Failed { .. } => measure::count_parked(item.type_label(), ParkReason::Retry),
+                _ => {}
+            }
+        }
         if let Some(nudge) = &self.nudge {
             nudge.nudge();
         }

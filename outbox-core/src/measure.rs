@@ -60,7 +60,7 @@ metrics_table! {
     EVENTS: Gauge "outbox_events" ["state"] "Unpublished events by state: ready, scheduled, leased, blocked, failed. Counting ends at 100,000.";
     SNAPSHOT_AGE: Gauge "outbox_snapshot_age_seconds" [] "Age of the oldest transaction that holds back clean-up in this database; 0 where there is none.";
     DELIVERIES: Counter "inbox_deliveries_total" ["event_type", "outcome"] "Messages handled; outcome is applied, duplicate, parked or dead. Types that the service does not know are other.";
-    PARKED_TOTAL: Counter "inbox_parked_total" ["reason"] "Times an event was parked; reason is gap or retry.";
+    PARKED_TOTAL: Counter "inbox_parked_total" ["event_type", "reason"] "Times an event was parked; reason is gap or retry.";
     INBOX_BATCH: Histogram "inbox_batch_events" [] "Messages delivered in one batch.";
     INBOX_BATCH_SECONDS: Histogram "inbox_batch_seconds" [] "From the begin of a batch to its last commit.";
     APPEND_TO_EFFECT_SECONDS: Histogram "inbox_append_to_effect_seconds" [] "From an event's append, by its producer's clock, to its effect, by this process's.";
@@ -131,8 +131,8 @@ pub(crate) fn count_delivery(event_type: &str, delivery: Delivery) {
     metrics::counter!(DELIVERIES, "event_type" => event_type.to_owned(), "outcome" => outcome).increment(1);
 }
 
-pub(crate) fn count_parked(reason: ParkReason) {
-    metrics::counter!(PARKED_TOTAL, "reason" => reason.as_str()).increment(1);
+pub(crate) fn count_parked(event_type: &str, reason: ParkReason) {
+    metrics::counter!(PARKED_TOTAL, "event_type" => event_type.to_owned(), "reason" => reason.as_str()).increment(1);
 }
 
 /// How long ago a wall-clock time was, as far as this process's clock can tell.
