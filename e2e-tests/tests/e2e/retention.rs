@@ -114,6 +114,30 @@ async fn what_was_done_long_enough_ago_is_removed_and_what_is_not_done_never() {
 }
 
 #[tokio::test]
+async fn what_the_database_refuses_to_remove_is_said_with_its_reason_and_measured() {
+    let (service, database) = start_without_broker("order-service", &[]).await;
+    let mut db = PgConnection::connect(&database).await.unwrap();
+    insert_processed(&mut db, 1, "16 days").await;
+    let refuse = "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS
+                      'BEGIN RAISE EXCEPTION ''nobody may delete here''; END';
+                  CREATE TRIGGER refuse BEFORE DELETE ON processed_events FOR EACH ROW EXECUTE FUNCTION refuse()";
+    sqlx::raw_sql(refuse).execute(&mut db).await.unwrap();
+    service.kill().await.unwrap();
+    service.start_again().await.unwrap();
+
+    eventually(SOON, "the log says so", async || {
+        let log = service.log();
+        let is_said = log.lines().any(|l| l.contains("cannot be removed") && l.contains("nobody may delete here"));
+        if is_said { Ok(()) } else { Err(log) }
+    })
+    .await;
+    let page = http_client().get(service.admin_url("/metrics")).send().await.unwrap().text().await.unwrap();
+    let lag = page.lines().find_map(|line| line.strip_prefix("retention_lag_seconds{table=\"processed_events\"} "));
+    let lag: f64 = lag.unwrap_or_else(|| panic!("{page}")).parse().unwrap();
+    assert!((86_400.0..86_500.0).contains(&lag), "a day past its fifteen: {lag}");
+}
+
+#[tokio::test]
 async fn several_cleaners_remove_everything_once_beside_a_relay_and_writers() {
     const OLD: i64 = 20_000;
     let outbox = Outbox::new().await;
