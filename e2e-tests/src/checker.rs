@@ -1,13 +1,20 @@
 //! The promise, checked from outside: orders that were answered against tables and streams.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::time::Duration;
 
+use anyhow::{Context, ensure};
 use async_nats::jetstream::{self, consumer::pull};
 use futures::StreamExt;
 use sqlx::PgPool;
+use tokio::process::Command;
+use tokio::time::timeout;
 use uuid::Uuid;
 
+use crate::programs::program;
 use crate::provider::Provider;
+
+const AUDITED_WITHIN: Duration = Duration::from_secs(60);
 
 /// What a check counted.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
@@ -59,16 +66,18 @@ impl Checker<'_> {
         let existing: BTreeSet<Uuid> = orders.iter().map(|order| order.id).collect();
         findings.extend(answered.difference(&existing).map(|id| format!("order {id} was answered and is lost")));
         findings.extend(existing.difference(answered).map(|id| format!("order {id} was not asked for")));
-        let by_order: HashMap<Uuid, &str> =
-            payments.iter().map(|(order, _, status, _)| (*order, status.as_str())).collect();
+        let mut by_order: HashMap<Uuid, &str> = HashMap::new();
+        for (order, _, status, _) in &payments {
+            if by_order.insert(*order, status).is_some() {
+                findings.push(format!("order {order} has a second payment"));
+            }
+            if !existing.contains(order) {
+                findings.push(format!("there is a payment for order {order}, which does not exist"));
+            }
+        }
         for Order { id, status, .. } in &orders {
             let payment = by_order.get(id).copied();
-            if !matches!(
-                (status.as_str(), payment),
-                ("paid", Some("captured"))
-                    | ("declined" | "cancelled", Some("declined"))
-                    | ("refunded", Some("refunded"))
-            ) {
+            if !have_come_to_their_end(status, payment) {
                 findings.push(format!("order {id} is {status}, its payment is {payment:?}"));
             }
         }
@@ -85,6 +94,18 @@ impl Checker<'_> {
             check_inbox(producer, consumer, name, &mut findings).await?;
         }
         Ok(if findings.is_empty() { Ok(counts) } else { Err(findings) })
+    }
+
+    /// Deliveries of the broker beyond one of each message.
+    pub async fn delivered_again(&self) -> anyhow::Result<u64> {
+        let mut again = 0;
+        for (stream, durable) in [("ORDERS", "payment-service"), ("PAYMENTS", "order-service")] {
+            let mut consumer: jetstream::consumer::PullConsumer =
+                self.jetstream.get_consumer_from_stream(durable, stream).await?;
+            let delivered = consumer.info().await?.delivered;
+            again += delivered.consumer_sequence - delivered.stream_sequence;
+        }
+        Ok(again)
     }
 
     /// Checks that the gateway took money once for each order and returned it once for each refunded
@@ -188,6 +209,26 @@ impl Checker<'_> {
         }
         Ok(found)
     }
+}
+
+/// Whether an order and its payment are as they may stay.
+pub(crate) fn have_come_to_their_end(order: &str, payment: Option<&str>) -> bool {
+    matches!(
+        (order, payment),
+        ("paid", Some("captured")) | ("declined" | "cancelled", Some("declined")) | ("refunded", Some("refunded"))
+    )
+}
+
+/// Lets the operator's auditor compare both services. Fails with what it says where something is lost or
+/// doubled.
+pub async fn audit(orders_url: &str, payments_url: &str, nats_url: &str) -> anyhow::Result<()> {
+    let mut command = Command::new(program("outboxctl").await?);
+    let settings = [("DATABASE_URL", orders_url), ("PEER_DATABASE_URL", payments_url), ("NATS_URL", nats_url)];
+    command.arg("audit").envs(settings).kill_on_drop(true);
+    let output = timeout(AUDITED_WITHIN, command.output()).await.context("outboxctl audit does not end")??;
+    let said = [output.stdout, output.stderr].concat();
+    ensure!(output.status.success(), "outboxctl audit: {}", String::from_utf8_lossy(&said));
+    Ok(())
 }
 
 /// Every event of the producer took effect, once, and nothing is left over.

@@ -11,7 +11,6 @@
 //! listens on a free port of 127.0.0.1, does not run as root, and is gone when this process is.
 
 mod api;
-mod audit;
 mod checker;
 mod clients;
 mod docker;
@@ -35,14 +34,13 @@ mod source;
 mod wait;
 
 pub use api::{Api, Money, Order, Payment, http_client};
-pub use audit::audit;
-pub use checker::{Checker, Counts};
+pub use checker::{Checker, Counts, audit};
 pub use nats::Nats;
 pub use nemesis::run_nemesis;
 pub use pair::{Pair, PairBuilder};
 pub use place::{free_port, is_free};
 pub use postgres::Postgres;
-pub use programs::{cargo, program, workspace};
+pub use programs::{cargo, program, program_with_crash_points, workspace};
 pub use progress::on_progress;
 pub use prometheus::{Prometheus, promtool};
 pub use provider::{Call, Provider, Reply};

@@ -17,7 +17,7 @@ use time::format_description::well_known::Rfc3339;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 use uuid::Uuid;
 
-use crate::checker::{Checker, Counts};
+use crate::checker::{Checker, Counts, audit};
 use crate::clients::{Clients, Placed};
 use crate::nats::Nats;
 use crate::postgres::Postgres;
@@ -63,6 +63,8 @@ struct Stack {
     nats: Nats,
     orders_db: PgPool,
     payments_db: PgPool,
+    orders_url: String,
+    payments_url: String,
     postgres: Postgres,
     done: Mutex<Done>,
     journal: Mutex<File>,
@@ -116,6 +118,8 @@ impl Stack {
             nats,
             orders_db: PgPool::connect(&orders_url).await?,
             payments_db: PgPool::connect(&payments_url).await?,
+            orders_url,
+            payments_url,
             postgres,
             done: Mutex::default(),
             logs: journal.parent().context("a log is in a folder")?.to_owned(),
@@ -271,6 +275,9 @@ impl Stack {
             }
         };
         let healed_after = ended.elapsed();
+        if let Err(reason) = audit(&self.orders_url, &self.payments_url, self.nats.url()).await {
+            self.find(format!("{reason:#}"));
+        }
         for process in &self.processes {
             self.find_ended(process).await?;
             if process.service.log().contains("panicked at") {
@@ -292,7 +299,7 @@ impl Stack {
             faults: done.faults,
             events: counts.events,
             published_again: counts.duplicates,
-            delivered_again: self.delivered_again().await.unwrap_or_default(),
+            delivered_again: self.checker().await?.delivered_again().await.unwrap_or_default(),
             asked_again: self.gateway.calls().len() - self.gateway.effects().len(),
             healed_after,
             findings: done.findings,
@@ -300,10 +307,14 @@ impl Stack {
         })
     }
 
+    async fn checker(&self) -> anyhow::Result<Checker<'_>> {
+        let jetstream = self.nats.jetstream().await?;
+        Ok(Checker { orders_db: &self.orders_db, payments_db: &self.payments_db, jetstream })
+    }
+
     /// One look at the whole promise, and at each process's own word that it is well.
     async fn check(&self, placed: &[Placed]) -> anyhow::Result<Result<Counts, Vec<String>>> {
-        let jetstream = self.nats.jetstream().await?;
-        let checker = Checker { orders_db: &self.orders_db, payments_db: &self.payments_db, jetstream };
+        let checker = self.checker().await?;
         let answered: BTreeSet<Uuid> = placed.iter().map(|placed| placed.id).collect();
         let (counts, mut findings) = match checker.check(&answered).await? {
             Ok(counts) => (counts, checker.check_gateway(&self.gateway).await?),
@@ -334,18 +345,6 @@ impl Stack {
             (status != Some(expected)).then(|| format!("order {} is {status:?} and not {expected}", order.id))
         });
         Ok(unexpected.collect())
-    }
-
-    async fn delivered_again(&self) -> anyhow::Result<u64> {
-        let jetstream = self.nats.jetstream().await?;
-        let mut again = 0;
-        for (stream, durable) in [("ORDERS", "payment-service"), ("PAYMENTS", "order-service")] {
-            let mut consumer: async_nats::jetstream::consumer::PullConsumer =
-                jetstream.get_consumer_from_stream(durable, stream).await?;
-            let delivered = consumer.info().await?.delivered;
-            again += delivered.consumer_sequence - delivered.stream_sequence;
-        }
-        Ok(again)
     }
 }
 

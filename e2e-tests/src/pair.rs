@@ -1,13 +1,16 @@
 //! Both services on servers and databases of their own: what most tests start from.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
-use anyhow::Context;
+use anyhow::{Context, ensure};
+use futures::{StreamExt, TryStreamExt, stream};
 use sqlx::PgPool;
 use sqlx::postgres::PgPoolOptions;
 use uuid::Uuid;
 
 use crate::api::{Api, Order, Payment};
+use crate::checker::{Checker, Counts, audit, have_come_to_their_end};
 use crate::nats::Nats;
 use crate::postgres::Postgres;
 use crate::service::Service;
@@ -15,6 +18,7 @@ use crate::wait::eventually;
 
 const READY_WITHIN: Duration = Duration::from_secs(60);
 const SETTLED_WITHIN: Duration = Duration::from_secs(30);
+const ALL_SETTLED_WITHIN: Duration = Duration::from_secs(90);
 
 /// order-service and payment-service, ready to take orders.
 ///
@@ -99,6 +103,35 @@ impl Pair {
             if order.status == status { Ok(order) } else { Err(order) }
         })
         .await
+    }
+
+    /// What checks the promise from outside.
+    pub async fn checker(&self) -> Checker<'_> {
+        let jetstream = self.nats.jetstream().await.expect("the broker answers");
+        Checker { orders_db: &self.orders_db, payments_db: &self.payments_db, jetstream }
+    }
+
+    /// Waits until exactly these orders are there and have come to their end, as promised: by the tables
+    /// and streams, by the word of the operator's auditor, and as clients see it.
+    pub async fn all_is_well(&self, orders: &BTreeSet<Uuid>) -> Counts {
+        let checker = self.checker().await;
+        let counts = eventually(ALL_SETTLED_WITHIN, "everything comes to its end", async || {
+            checker.check(orders).await.map_err(|error| vec![format!("{error:#}")])?
+        })
+        .await;
+        let audited = audit(&self.orders_url, &self.payments_url, self.nats.url()).await;
+        audited.unwrap_or_else(|reason| panic!("{reason:#}"));
+        let asking = stream::iter(orders).map(|id| self.check_as_a_client(*id)).buffer_unordered(8);
+        asking.try_collect::<()>().await.unwrap_or_else(|reason| panic!("{reason:#}"));
+        counts
+    }
+
+    async fn check_as_a_client(&self, order: Uuid) -> anyhow::Result<()> {
+        let (order, payment) = (self.api.order(order).await?, self.api.payment_of(order).await?);
+        let is_its_end = have_come_to_their_end(&order.status, payment.as_ref().map(|payment| &*payment.status));
+        let is_its_amount = payment.as_ref().is_none_or(|payment| payment.amount == order.total);
+        ensure!(is_its_end && is_its_amount, "clients see {order:?} with {payment:?}");
+        Ok(())
     }
 }
 

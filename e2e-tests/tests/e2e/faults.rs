@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use e2e_tests::{Checker, Counts, Pair, PairBuilder, eventually, http_client};
+use e2e_tests::{Pair, PairBuilder, eventually, http_client};
 use futures::stream::{FuturesUnordered, StreamExt};
 use reqwest::{Client, RequestBuilder};
 use sqlx::PgPool;
@@ -104,16 +104,6 @@ impl Clients {
         })
         .await
     }
-}
-
-/// Waits until all orders have come to their end, as promised.
-pub async fn all_is_well(pair: &Pair, placed: &Placed) -> Counts {
-    let jetstream = pair.nats.jetstream().await.expect("the broker answers");
-    let checker = Checker { orders_db: &pair.orders_db, payments_db: &pair.payments_db, jetstream };
-    let counts = eventually(3 * SOON, "everything comes to its end", async || {
-        checker.check(&placed.orders).await.map_err(|error| vec![format!("{error:#}")])?
-    });
-    counts.await
 }
 
 /// No event's publishing was counted as failed, by either relay.

@@ -9,7 +9,7 @@ use serde_json::json;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use crate::faults::{all_is_well, count, no_event_is_blamed, unforgiving, while_orders_come};
+use crate::faults::{count, no_event_is_blamed, unforgiving, while_orders_come};
 use crate::fixture::Outbox;
 use crate::http::{SOON, send};
 use crate::http_outages::{becomes_ready, becomes_unready};
@@ -65,7 +65,7 @@ async fn waits_in_peace(pair: &Pair, back: impl Future<Output = ()>) {
     .await;
     assert_eq!(placed.turned_away, 0, "whatever the broker does, orders are taken");
     becomes_ready(pair).await;
-    all_is_well(pair, &placed).await;
+    pair.all_is_well(&placed.orders).await;
     no_event_is_blamed(pair).await;
 }
 
@@ -127,7 +127,7 @@ async fn what_full_streams_refuse_is_published_in_order_when_there_is_room() {
     })
     .await;
     assert_eq!(placed.turned_away, 0);
-    all_is_well(&pair, &placed).await;
+    pair.all_is_well(&placed.orders).await;
 }
 
 #[tokio::test]

@@ -11,7 +11,7 @@ use sqlx::{AssertSqlSafe, Connection, PgConnection, PgPool};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 
-use crate::faults::{all_is_well, no_event_is_blamed, unforgiving, while_orders_come};
+use crate::faults::{no_event_is_blamed, unforgiving, while_orders_come};
 use crate::http_outages::{becomes_ready, becomes_unready};
 
 /// How long a fault lasts once everybody has noticed it.
@@ -69,7 +69,7 @@ async fn after_a_failover_to_a_server_without_writes_no_session_to_it_is_kept() 
     let orders = join_all((0..50).map(|_| pair.place(100, "EUR"))).await;
     let mut placed = placed;
     placed.orders.extend(orders.into_iter().map(|order| order.id));
-    all_is_well(&pair, &placed).await;
+    pair.all_is_well(&placed.orders).await;
     no_event_is_blamed(&pair).await;
 }
 
@@ -114,7 +114,7 @@ async fn a_database_that_is_out_of_connections_turns_clients_away_and_costs_no_e
     })
     .await;
     assert!(placed.turned_away > 0);
-    all_is_well(&pair, &placed).await;
+    pair.all_is_well(&placed.orders).await;
     no_event_is_blamed(&pair).await;
 }
 
@@ -129,7 +129,7 @@ async fn sessions_that_are_ended_again_and_again_lose_and_double_nothing() {
     })
     .await;
     assert!(placed.turned_away > 0);
-    all_is_well(&pair, &placed).await;
+    pair.all_is_well(&placed.orders).await;
     no_event_is_blamed(&pair).await;
 }
 
@@ -162,7 +162,7 @@ async fn a_database_that_answers_later_than_leases_last_delays_everything_and_bl
         becomes_ready(&pair).await;
     })
     .await;
-    all_is_well(&pair, &placed).await;
+    pair.all_is_well(&placed.orders).await;
     no_event_is_blamed(&pair).await;
 }
 
@@ -195,7 +195,7 @@ async fn tables_that_are_locked_for_longer_than_anyone_waits_delay_everything_an
         assert!(lines < 50, "it said {lines} lines\n{}", service.last_words());
     }
     assert!(placed.turned_away > 0);
-    all_is_well(&pair, &placed).await;
+    pair.all_is_well(&placed.orders).await;
     no_event_is_blamed(&pair).await;
 }
 
@@ -289,6 +289,6 @@ async fn a_commit_whose_outcome_nobody_knows_is_found_again_or_made_again() {
     })
     .await;
     assert!(placed.turned_away > 0 && placed.replayed > 0, "{} and {}", placed.turned_away, placed.replayed);
-    all_is_well(&pair, &placed).await;
+    pair.all_is_well(&placed.orders).await;
     no_event_is_blamed(&pair).await;
 }

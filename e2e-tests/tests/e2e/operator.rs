@@ -152,16 +152,6 @@ pub async fn event_of(pair: &Pair, order: Uuid, event_type: &str) -> Uuid {
     query.bind(order).bind(event_type).fetch_one(&pair.orders_db).await.unwrap()
 }
 
-/// Waits until all orders have come to their end, as promised; the audit must find nothing either.
-pub async fn settled(pair: &Pair, orders: &BTreeSet<Uuid>) -> e2e_tests::Counts {
-    let jetstream = pair.nats.jetstream().await.unwrap();
-    let checker = Checker { orders_db: &pair.orders_db, payments_db: &pair.payments_db, jetstream };
-    let counts =
-        eventually(SOON * 2, "everything comes to its end", async || checker.check(orders).await.unwrap()).await;
-    audit(&pair.orders_db, &pair.payments_db, pair.nats.url()).await.unwrap();
-    counts
-}
-
 pub async fn is_processed(pair: &Pair, event: Uuid) {
     eventually(SOON, "the event is processed", async || {
         let query = sqlx::query_scalar("SELECT count(*) FROM processed_events WHERE event_id = $1").bind(event);
@@ -379,7 +369,7 @@ async fn colours_are_for_people_at_a_terminal_only() {
 async fn the_whole_way_of_an_event_is_shown_from_either_side_by_any_of_its_ids() {
     let pair = Pair::start().await;
     let order = paid(&pair).await.id;
-    settled(&pair, &[order].into()).await;
+    pair.all_is_well(&[order].into()).await;
     let created = event_of(&pair, order, "OrderCreated").await;
     let correlation: String =
         sqlx::query_scalar("SELECT headers ->> 'correlationid' FROM outbox_events WHERE event_id = $1")
@@ -420,7 +410,7 @@ async fn the_whole_way_of_an_event_is_shown_from_either_side_by_any_of_its_ids()
 async fn status_of_a_healthy_pair_is_good_and_says_how_far_consumers_are() {
     let pair = Pair::start().await;
     let order = paid(&pair).await.id;
-    settled(&pair, &[order].into()).await;
+    pair.all_is_well(&[order].into()).await;
     let ctl = Ctl::of_orders(&pair);
     let status = eventually(SOON, "the consumers have acknowledged", async || {
         let said = ctl.run(&["status", "--json"]).await;

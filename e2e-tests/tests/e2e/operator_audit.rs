@@ -32,7 +32,7 @@ async fn an_audit_of_a_healthy_pair_finds_nothing_while_orders_come() {
         }
     };
     let (placed, ()) = futures::join!(placing, auditing);
-    settled(&pair, &placed.into_iter().collect()).await;
+    pair.all_is_well(&placed.into_iter().collect()).await;
     let audit = orders.json(&["audit"]).await;
     assert_eq!(audit["checked"]["order-service: orders"], 60, "{audit}");
     let text = payments.run(&["audit"]).await;
@@ -48,7 +48,7 @@ async fn an_audit_finds_each_kind_of_damage() {
     }
     pair.cancel(orders[5]).await;
     pair.order_becomes(orders[5], "refunded").await;
-    settled(&pair, &orders.iter().copied().collect()).await;
+    pair.all_is_well(&orders.iter().copied().collect()).await;
     // From here on nobody mends anything.
     pair.orders[0].kill().await.unwrap();
     pair.payments[0].kill().await.unwrap();

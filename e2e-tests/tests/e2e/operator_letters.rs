@@ -68,7 +68,7 @@ async fn a_retried_dead_letter_takes_effect_and_its_followers_after_it() {
     for order in &orders {
         pair.order_becomes(*order, "refunded").await;
     }
-    settled(&pair, &orders.into_iter().collect()).await;
+    pair.all_is_well(&orders.into_iter().collect()).await;
     ctl.json(&["audit"]).await;
     assert_eq!(ctl.run(&["status"]).await.code, 0);
 }

@@ -18,7 +18,7 @@ use crate::operator::{Ctl, everything, kinds, paid, published_outbox, run_at_a_t
 async fn a_replay_is_delivered_inside_the_brokers_window_and_has_no_second_effect() {
     let pair = Pair::start().await;
     let orders: BTreeSet<Uuid> = join_all((0..3).map(|_| paid(&pair))).await.iter().map(|order| order.id).collect();
-    let counts = settled(&pair, &orders).await;
+    let counts = pair.all_is_well(&orders).await;
     let before = everything(&pair.orders_db).await;
     let effects = everything(&pair.payments_db).await;
     let ctl = Ctl::of_orders(&pair);
@@ -50,7 +50,7 @@ async fn a_replay_is_delivered_inside_the_brokers_window_and_has_no_second_effec
     assert_eq!(everything(&pair.payments_db).await, effects, "no second effect");
     let after = everything(&pair.orders_db).await;
     assert_eq!(after["outbox_deliveries"], before["outbox_deliveries"], "what is published stays as it is");
-    assert_eq!(settled(&pair, &orders).await, e2e_tests::Counts { duplicates: 3, ..counts });
+    assert_eq!(pair.all_is_well(&orders).await, e2e_tests::Counts { duplicates: 3, ..counts });
 }
 
 /// The sequences of each aggregate in these messages, in their order.
@@ -214,7 +214,7 @@ async fn operators_replay_and_rebuild_at_once_while_a_relay_runs() {
 async fn services_that_run_take_up_a_stream_that_was_lost_and_rebuilt() {
     let pair = Pair::start().await;
     let mut orders: BTreeSet<Uuid> = join_all((0..5).map(|_| paid(&pair))).await.iter().map(|order| order.id).collect();
-    settled(&pair, &orders).await;
+    pair.all_is_well(&orders).await;
     let jetstream = pair.nats.jetstream().await.unwrap();
     for (name, ctl) in [("ORDERS", Ctl::of_orders(&pair)), ("PAYMENTS", Ctl::of_payments(&pair))] {
         jetstream.delete_stream(name).await.unwrap();
@@ -224,7 +224,7 @@ async fn services_that_run_take_up_a_stream_that_was_lost_and_rebuilt() {
         ctl.json(&["rebuild", "--yes"]).await;
     }
     orders.insert(paid(&pair).await.id);
-    let counts = settled(&pair, &orders).await;
+    let counts = pair.all_is_well(&orders).await;
     assert_eq!(counts.orders, 6);
     Ctl::of_orders(&pair).json(&["audit"]).await;
 }

@@ -9,7 +9,6 @@ use serde_json::json;
 use uuid::Uuid;
 
 use crate::fixture::{SOON, messages};
-use crate::operator::settled;
 
 /// The event types in a stream about one aggregate's order, in their order.
 async fn told(pair: &Pair, stream: &str, order: Uuid) -> Vec<String> {
@@ -32,7 +31,7 @@ async fn an_order_is_paid_declined_or_refunded_and_both_services_tell_of_it_in_o
     assert_eq!(pair.cancel(refunded).await.status, "cancelled");
     pair.order_becomes(refunded, "refunded").await;
 
-    let counts = settled(&pair, &[paid, declined, refunded].into()).await;
+    let counts = pair.all_is_well(&[paid, declined, refunded].into()).await;
     assert_eq!(counts, Counts { orders: 3, events: 8 + 4, duplicates: 0 });
     assert_eq!(told(&pair, "ORDERS", paid).await, ["OrderCreated", "OrderPaid"]);
     assert_eq!(told(&pair, "PAYMENTS", paid).await, ["PaymentCaptured"]);
@@ -73,7 +72,7 @@ async fn three_instances_of_each_service_keep_the_promise_together() {
         order
     }))
     .await;
-    let counts = settled(&pair, &orders.into_iter().collect()).await;
+    let counts = pair.all_is_well(&orders.into_iter().collect()).await;
     assert_eq!(counts.orders, 150);
 }
 
@@ -105,7 +104,7 @@ async fn services_that_are_killed_at_any_moment_lose_and_double_nothing() {
         }
     };
     let (orders, ()) = futures::join!(clients, killer);
-    let counts = settled(&pair, &orders.into_iter().collect()).await;
+    let counts = pair.all_is_well(&orders.into_iter().collect()).await;
     assert_eq!(counts.orders, 60);
 }
 
@@ -126,7 +125,7 @@ async fn relays_in_processes_of_their_own_are_woken_by_the_service() {
         pair.order_becomes(order, "paid").await;
         orders.insert(order);
     }
-    settled(&pair, &orders).await;
+    pair.all_is_well(&orders).await;
     for relay in &relays {
         assert!(relay.terminate(Duration::from_secs(5)).await.unwrap().success());
     }
