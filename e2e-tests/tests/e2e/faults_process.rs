@@ -3,15 +3,17 @@
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use e2e_tests::{Pair, Service, eventually, http_client};
+use e2e_tests::{Nats, Pair, Service, eventually, http_client};
+use outbox_core::write_source;
 use serde_json::Value;
-use sqlx::{Connection, PgConnection};
+use sqlx::{ConnectOptions, Connection, PgConnection};
 use time::OffsetDateTime;
 use tokio::io::AsyncWriteExt;
 use tokio::net::TcpStream;
 use uuid::Uuid;
 
-use crate::faults::{Placed, all_is_well, count, no_event_is_blamed, unforgiving, while_orders_come};
+use crate::faults::{count, no_event_is_blamed, unforgiving, while_orders_come};
+use crate::fixture::Outbox;
 use crate::http::{SOON, connect, order_of, raw_post, send, try_send};
 
 /// The library that lets a process believe in another time, where it is installed.
@@ -71,7 +73,7 @@ async fn processes_whose_clocks_differ_by_twenty_minutes_keep_the_promise() {
         }
     })
     .await;
-    all_is_well(&pair, &placed).await;
+    pair.all_is_well(&placed.orders).await;
     for service in pair.orders.iter().chain(&pair.payments) {
         let metrics = send(http_client().get(service.admin_url("/metrics"))).await.body;
         assert!(metrics.contains("outbox_published_total{"), "{} has had its share: {metrics}", service.name());
@@ -79,6 +81,53 @@ async fn processes_whose_clocks_differ_by_twenty_minutes_keep_the_promise() {
     let mut clocks: Vec<i64> = placed.orders.iter().map(|id| minutes_ahead(*id)).collect();
     clocks.sort_unstable();
     assert!(clocks[0] <= -9 && clocks[clocks.len() - 1] >= 8, "from {} to {}", clocks[0], clocks[clocks.len() - 1]);
+}
+
+#[tokio::test]
+async fn a_relay_that_was_frozen_for_longer_than_its_lease_changes_nothing_when_it_wakes() {
+    let nats = Nats::start().await.unwrap();
+    let outbox = Outbox::on(&nats).await;
+    write_source(&outbox.db, &outbox.name).await.unwrap();
+    let database = outbox.db.connect_options().to_url_lossy().to_string();
+    let settings = [
+        ("DATABASE_URL", &*database),
+        ("NATS_URL", nats.url()),
+        ("RELAY_LEASE", "2s"),
+        ("RELAY_PUBLISH_TIMEOUT", "1s"),
+    ];
+    let relay = async || {
+        let relay = Service::start("outbox-relay", &settings).await.unwrap();
+        relay.wait_until_ready(SOON).await.unwrap();
+        relay
+    };
+    let frozen = relay().await;
+    // It has sent the first of them when it freezes, and waits for the ack.
+    nats.freeze().await.unwrap();
+    let id = Uuid::now_v7();
+    outbox.insert(id, 1..=20, "ThingHappened").await;
+    eventually(SOON, "it holds them", async || match outbox.count("lease_id IS NOT NULL").await {
+        20 => Ok(()),
+        leased => Err(leased),
+    })
+    .await;
+    frozen.freeze().await.unwrap();
+    nats.thaw().await.unwrap();
+    let _other = relay().await;
+    eventually(SOON, "another relay publishes them", async || match outbox.count("published_at IS NULL").await {
+        0 => Ok(()),
+        left => Err(left),
+    })
+    .await;
+    let published = outbox.rows().await;
+
+    frozen.thaw().await.unwrap();
+    eventually(SOON, "it has noticed", async || {
+        let metrics = send(http_client().get(frozen.admin_url("/metrics"))).await.body;
+        if metrics.contains("outbox_lost_leases_total 20\n") { Ok(()) } else { Err(frozen.last_words()) }
+    })
+    .await;
+    assert_eq!(outbox.rows().await, published);
+    assert_eq!(outbox.published_of(id).await, (1..=20).collect::<Vec<_>>(), "nor does it send anything");
 }
 
 /// Connections on which nothing was sent, half of a request, and all but its last byte; and one whose
@@ -128,7 +177,7 @@ async fn services_that_stop_in_the_middle_of_everything_leave_nothing_behind_unt
         }
     })
     .await;
-    all_is_well(&pair, &placed).await;
+    pair.all_is_well(&placed.orders).await;
     no_event_is_blamed(&pair).await;
 }
 
@@ -173,8 +222,7 @@ async fn ends_when_its_loop_panics(task: &str, point: &str) {
     pair.orders[0].wait_until_ready(SOON).await.unwrap();
     let id = |answer: &Value| answer["id"].as_str().unwrap().parse().unwrap();
     let taken = orders.iter().filter(|answer| answer.status == 201).map(|answer| id(&answer.json()));
-    let placed = Placed { orders: taken.chain([first]).collect(), turned_away: 0, replayed: 0 };
-    all_is_well(&pair, &placed).await;
+    pair.all_is_well(&taken.chain([first]).collect()).await;
 }
 
 #[tokio::test]

@@ -177,6 +177,12 @@ impl Outbox {
         }
     }
 
+    /// All that the outbox knows of every delivery.
+    pub async fn rows(&self) -> Vec<String> {
+        let rows = sqlx::query_scalar("SELECT delivery::text FROM outbox_deliveries delivery ORDER BY event_id");
+        rows.fetch_all(&self.db).await.unwrap()
+    }
+
     pub async fn count(&self, condition: &'static str) -> i64 {
         let sql = format!("SELECT count(*) FROM outbox_deliveries WHERE {condition}");
         sqlx::query_scalar(sqlx::AssertSqlSafe(sql)).fetch_one(&self.db).await.unwrap()

@@ -6,11 +6,12 @@ use std::time::{Duration, Instant};
 use async_nats::jetstream::stream;
 use e2e_tests::{Nats, eventually};
 use futures::future::join_all;
+use outbox_core::{AggregateVersion, Context, append};
 use serde_json::json;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use crate::fixture::{Outbox, SOON, drain};
+use crate::fixture::{Outbox, SOON, ThingHappened, drain};
 
 const THING: &str = "ThingHappened";
 /// Not one token of a subject, so that it can never be published.
@@ -82,29 +83,33 @@ async fn a_relay_that_died_is_replaced_when_its_lease_runs_out_and_not_before() 
 async fn a_relay_that_lost_its_lease_changes_nothing() {
     let nats = Nats::start().await.unwrap();
     let outbox = Outbox::on(&nats).await;
-    let id = Uuid::now_v7();
-    outbox.append(id, 1).await;
-    outbox.append(id, 2).await;
-    let relay = outbox.relay(&["--relay-lease", "20s", "--relay-publish-timeout", "10s"]);
+    // One to be marked, one to be failed, and one to be given back.
+    let (sound, broken) = (Uuid::now_v7(), Uuid::now_v7());
+    outbox.append(sound, 1).await;
+    outbox.insert(broken, 1..=1, UNSENDABLE).await;
+    outbox.append(broken, 2).await;
+    let relay = outbox.relay(&["--relay-lease", "8s", "--relay-publish-timeout", "6s"]);
 
     nats.freeze().await.unwrap();
     let batch = tokio::spawn(async move { relay.run_once().await.unwrap() });
     eventually(SOON, "the relay holds them", async || match outbox.count("lease_id IS NOT NULL").await {
-        2 => Ok(()),
+        3 => Ok(()),
         leased => Err(leased),
     })
     .await;
     // As if its lease had run out and another relay had taken them.
-    outbox.lease_to_a_frozen_relay(id, 1, "1h").await;
-    outbox.lease_to_a_frozen_relay(id, 2, "1h").await;
+    for (id, sequence) in [(sound, 1), (broken, 1), (broken, 2)] {
+        outbox.lease_to_a_frozen_relay(id, sequence, "1h").await;
+    }
+    let held = outbox.rows().await;
+    // Long enough for it to renew its lease, and not for its publish to time out.
+    tokio::time::sleep(Duration::from_secs(2)).await;
     nats.thaw().await.unwrap();
 
     let batch = batch.await.unwrap();
-    assert_eq!((batch.claimed, batch.published, batch.lost), (2, 0, 2));
-    for sequence in [1, 2] {
-        let state = outbox.state(id, sequence).await;
-        assert!(state.is_leased && !state.is_published && state.attempts == 0, "{state:?}");
-    }
+    assert_eq!((batch.claimed, batch.published, batch.failed, batch.given_back, batch.lost), (3, 0, 0, 0, 3));
+    assert_eq!(outbox.published_of(sound).await, [1], "there was something to be marked");
+    assert_eq!(outbox.rows().await, held);
 }
 
 #[tokio::test]
@@ -231,16 +236,22 @@ async fn an_event_that_is_too_large_fails_at_once_and_harms_no_other() {
     outbox.append(sound, 1).await;
     let total = drain(&outbox.relay(&[])).await;
     assert_eq!((total.published, total.failed), (1, 2));
-    for id in [for_stream, for_broker] {
+    for (id, reason) in [(for_stream, "size exceeds"), (for_broker, "payload")] {
         let state = outbox.state(id, 1).await;
-        assert!(state.is_failed && state.attempts == 1 && state.last_error.is_some(), "{state:?}");
+        let says_why = state.last_error.as_ref().is_some_and(|error| error.contains(reason));
+        assert!(state.is_failed && state.attempts == 1 && says_why, "{state:?}");
     }
 }
 
 #[tokio::test]
 async fn an_event_whose_row_cannot_be_sent_fails_at_once_and_harms_no_other() {
     let outbox = Outbox::new().await;
-    let (no_context, no_date, sound) = (Uuid::now_v7(), Uuid::now_v7(), Uuid::now_v7());
+    let [no_context, no_date, large_header, sound] = [(); 4].map(|()| Uuid::now_v7());
+    let mut tx = outbox.db.begin().await.unwrap();
+    let context = Context { correlation_id: "x".repeat(70_000), traceparent: None };
+    let large = AggregateVersion { id: large_header, sequence: 1 };
+    append(&mut tx, large, &ThingHappened(json!({})), &context).await.unwrap();
+    tx.commit().await.unwrap();
     for id in [no_context, no_date] {
         outbox.insert(id, 1..=1, THING).await;
     }
@@ -253,7 +264,8 @@ async fn an_event_whose_row_cannot_be_sent_fails_at_once_and_harms_no_other() {
     sqlx::raw_sql(sqlx::AssertSqlSafe(damage)).execute(&outbox.db).await.unwrap();
     outbox.append(sound, 1).await;
     let total = drain(&outbox.relay(&[])).await;
-    assert_eq!((total.published, total.failed), (1, 2));
+    assert_eq!((total.published, total.failed), (1, 3));
+    assert!(outbox.state(large_header, 1).await.last_error.unwrap().contains("header size exceeds"));
     assert!(outbox.state(no_context, 1).await.last_error.unwrap().contains("correlation id"));
     assert!(outbox.state(no_date, 1).await.last_error.unwrap().contains("created_at"));
 }
