@@ -159,14 +159,23 @@ impl Broker {
             max_deliver: -1,
             ..Default::default()
         };
-        stream.create_consumer(durable).await.map_err(|error| match error.kind() {
-            // Its other settings were brought up to date; this one the broker does not change.
-            ConsumerErrorKind::JetStream(refusal) => BrokerError::Unfit(format!(
-                "consumer {} of stream {}: {refusal}",
-                subscription.durable, subscription.stream.name
-            )),
-            _ => request(error),
-        })
+        let refusal = match stream.create_consumer(durable).await {
+            Ok(durable) => return Ok(durable),
+            Err(error) => match error.kind() {
+                ConsumerErrorKind::JetStream(refusal) => refusal,
+                _ => return Err(request(error)),
+            },
+        };
+        // The broker changes its other settings, and these only where the consumer is made anew.
+        let found = stream.consumer_info(&subscription.durable).await.map_err(request)?.config;
+        let (deliver, ack) = (word(found.deliver_policy), word(found.ack_policy));
+        let reason = match (&*deliver, &*ack) {
+            ("all", "explicit") => refusal.to_string(),
+            ("all", _) => format!("ack_policy is {ack}, must be explicit"),
+            _ => format!("deliver_policy is {deliver}, must be all"),
+        };
+        let (consumer, stream) = (&subscription.durable, &subscription.stream.name);
+        Err(BrokerError::Unfit(format!("consumer {consumer} of stream {stream}: {reason}")))
     }
 }
 
@@ -255,8 +264,21 @@ impl Stream {
     fn check(&self, stream: &stream::Stream) -> Result<(), BrokerError> {
         let (name, config) = (&self.name.name, &stream.cached_info().config);
         let unfit = |line: String| Err(BrokerError::Unfit(line));
-        if config.discard != stream::DiscardPolicy::New {
-            return unfit(format!("stream {name}: discard is old, must be new: it would drop events that wait in it"));
+        for (setting, value, must_be) in [
+            ("discard", word(config.discard), "new"),
+            ("retention", word(config.retention), "limits"),
+            ("storage", word(config.storage), "file"),
+        ] {
+            if value != must_be {
+                return unfit(format!("stream {name}: {setting} is {value}, must be {must_be}: it would lose events"));
+            }
+        }
+        if config.max_messages_per_subject > 0 && !config.discard_new_per_subject {
+            return unfit(format!(
+                "stream {name}: max_msgs_per_subject is {}, must be -1 unless discard_new_per_subject is set: it would \
+                 lose events",
+                config.max_messages_per_subject
+            ));
         }
         if !config.subjects.contains(&self.name.subjects()) {
             return unfit(format!(
@@ -315,6 +337,11 @@ impl Stream {
         }
         Ok(Ack { duplicate: ack.duplicate })
     }
+}
+
+/// A choice as the broker writes it.
+fn word(choice: impl std::fmt::Debug) -> String {
+    format!("{choice:?}").to_lowercase()
 }
 
 /// How long the stream keeps a message; the broker writes "for ever" as nothing.
