@@ -4,6 +4,7 @@ use std::process::Output;
 use std::time::{Duration, Instant};
 
 use e2e_tests::{Pair, Postgres, Service, eventually, free_port, http_client, program};
+use futures::future::join_all;
 use rustix::process::Signal;
 use sqlx::{Connection, PgConnection};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -104,8 +105,9 @@ async fn a_setting_that_cannot_be_is_one_line_that_names_it() {
 
 #[tokio::test]
 async fn settings_that_contradict_each_other_are_one_line_that_names_both() {
-    let relay: [[(&str, &str); 2]; 4] = [
+    let relay: [[(&str, &str); 2]; 5] = [
         [("RELAY_LEASE", "1s"), ("RELAY_PUBLISH_TIMEOUT", "5s")],
+        [("RELAY_LEASE", "4s"), ("RELAY_PUBLISH_TIMEOUT", "4s")],
         [("RELAY_POLL_MAX", "10ms"), ("RELAY_POLL_MIN", "20ms")],
         [("RELAY_BACKOFF_MAX", "1s"), ("RELAY_BACKOFF_BASE", "2s")],
         [("STREAM_MAX_AGE", "1m"), ("STREAM_DUPLICATE_WINDOW", "2m")],
@@ -121,6 +123,13 @@ async fn settings_that_contradict_each_other_are_one_line_that_names_both() {
                 assert!(line.contains(variable) && line.contains(value), "{name} {variable}={value}: {line}");
             }
         }
+    }
+    // A bound of two settings.
+    let settings = [NOWHERE, ("INBOX_RETENTION", "6d"), ("STREAM_MAX_AGE", "2d"), ("RELAY_RETENTION", "5d")];
+    for name in ["order-service", "payment-service"] {
+        let line = refusal(name, &settings).await;
+        let complaint = "INBOX_RETENTION is 6days, which is shorter than STREAM_MAX_AGE plus RELAY_RETENTION (7days)";
+        assert!(line.contains(complaint), "{name}: {line}");
     }
 }
 
@@ -306,19 +315,18 @@ async fn a_request_in_hand_at_the_signal_is_finished_and_answered() {
 }
 
 #[tokio::test]
-async fn five_replicas_that_start_at_once_share_one_empty_database() {
-    let database = Postgres::shared().await.unwrap().create_database("replicas").await.unwrap();
-    let broker = format!("nats://127.0.0.1:{}", free_port());
-    let settings = [("DATABASE_URL", database.as_str()), ("NATS_URL", &broker)];
-    let replicas = futures::future::try_join_all((0..5).map(|_| Service::start("order-service", &settings)));
-    let replicas = replicas.await.unwrap();
-    for replica in &replicas {
-        answers(replica).await;
+async fn five_replicas_of_each_service_that_start_at_once_share_one_empty_database_and_broker() {
+    let pair = Pair::builder().own_servers().instances(5, 5).start().await;
+    let orders = join_all(pair.orders.iter().map(async |replica| {
         let placed = send(http_client().post(replica.url("/orders")).json(&order_of(Uuid::new_v4()))).await;
         assert_eq!(placed.status, 201, "{placed:?}");
+        placed.json()["id"].as_str().unwrap().parse().unwrap()
+    }));
+    pair.all_is_well(&orders.await.into_iter().collect()).await;
+    for service in pair.orders.iter().chain(&pair.payments) {
+        assert_eq!(service.ended().await.unwrap(), None, "{}", service.last_words());
+        assert!(!service.log().contains("ERROR"), "{}", service.last_words());
     }
-    let list = send(http_client().get(replicas[0].url("/orders"))).await.json();
-    assert_eq!(list["items"].as_array().unwrap().len(), 5);
 }
 
 #[tokio::test]
