@@ -15,6 +15,9 @@ use crate::config::DatabaseConfig;
 /// The database ends every statement before this: who has no answer by then will never get one.
 const ANSWERS_WITHIN: Duration = Duration::from_secs(35);
 
+/// A migration that takes longer is for a person to run: with `MIGRATE=off`, in a quiet hour.
+const MIGRATED_WITHIN: Duration = Duration::from_secs(15 * 60);
+
 /// How long a connection that is not in use may take to say that it is there.
 const PING_WITHIN: Duration = Duration::from_secs(1);
 
@@ -97,14 +100,20 @@ pub(crate) fn connect_options(setting: &str, url: &str, application: &str) -> Re
 /// # Errors
 /// The migrator's.
 pub async fn migrate(db: &PgPool, service: &Migrator) -> Result<(), MigrateError> {
-    // On a connection that is not given back: a migration may take its time, and one that fails
-    // leaves the migrator's lock behind.
-    let mut connection = db.acquire().await?.detach();
-    sqlx::query("SET statement_timeout = 0").execute(&mut connection).await?;
-    outbox_migrations().run(&mut connection).await?;
-    service.run(&mut connection).await?;
-    connection.close().await?;
-    Ok(())
+    let migrating = async {
+        // On a connection that is not given back: a migration may take its time, and one that fails
+        // leaves the migrator's lock behind.
+        let mut connection = db.acquire().await?.detach();
+        // The database lets go of the lock, too, once the network has dropped the connection.
+        sqlx::raw_sql("SET statement_timeout = '15min'; SET idle_session_timeout = '1min'")
+            .execute(&mut connection)
+            .await?;
+        outbox_migrations().run(&mut connection).await?;
+        service.run(&mut connection).await?;
+        connection.close().await?;
+        Ok(())
+    };
+    timeout(MIGRATED_WITHIN, migrating).await.unwrap_or_else(|_elapsed| Err(no_answer().into()))
 }
 
 /// Does this error say that the database is away, or that this was not its fault, so that the same
