@@ -1,7 +1,7 @@
 //! A process: tasks that are watched, a way to stop, and what an operator can ask it.
 
 use std::collections::{BTreeMap, HashMap};
-use std::future::IntoFuture;
+use std::io::ErrorKind;
 use std::net::SocketAddr;
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -12,6 +12,10 @@ use axum::http::{StatusCode, header};
 use axum::response::IntoResponse;
 use axum::routing::get;
 use axum::{Json, Router};
+use hyper::server::conn::http1;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::server::graceful::GracefulShutdown;
+use hyper_util::service::TowerToHyperService;
 use metrics_exporter_prometheus::PrometheusHandle;
 use sqlx::PgPool;
 use sqlx::migrate::{MigrateError, Migrator};
@@ -36,6 +40,13 @@ const STOP: &str = "stop";
 
 /// How often a database that is away at start is tried.
 const DATABASE_RETRY: Duration = Duration::from_secs(1);
+
+/// How long a listener waits when the process can have no more connections.
+const ACCEPT_RETRY: Duration = Duration::from_secs(1);
+
+/// How long a connection may be there without the whole head of a request: longer than balancers keep one
+/// that is idle.
+const HEAD_WITHIN: Duration = Duration::from_secs(75);
 
 /// Tasks that run for as long as the process does. If one ends by itself, the process says so, stops
 /// the others and ends with a non-zero code.
@@ -91,12 +102,12 @@ impl Process {
     /// Serves `router` until the shutdown, then lets open requests finish for half the grace period.
     pub fn serve(&mut self, name: &'static str, listener: TcpListener, router: Router) {
         let (shutdown, drain) = (self.shutdown(), self.grace / 2);
-        self.supervise(name, serve(listener, router, shutdown, drain));
+        self.supervise(name, serve(listener, router, HEAD_WITHIN, shutdown, drain));
     }
 
     /// Serves the admin listener's `router` to the very end: that the process stops, and why, is asked then.
     pub fn serve_admin(&self, listener: TcpListener, router: Router) {
-        tokio::spawn(axum::serve(listener, router).into_future());
+        tokio::spawn(serve(listener, router, HEAD_WITHIN, CancellationToken::new(), Duration::ZERO));
         metrics::gauge!(measure::TASK_UP, "task" => "admin").set(1.0);
     }
 
@@ -288,16 +299,36 @@ pub async fn bind(setting: &str, address: SocketAddr) -> Result<TcpListener, Str
     TcpListener::bind(address).await.map_err(|error| format!("{setting}: {address}: {error}"))
 }
 
-/// Serves until `shutdown`, then lets open requests finish for at most `drain`.
-async fn serve(listener: TcpListener, router: Router, shutdown: CancellationToken, drain: Duration) {
-    let serving = axum::serve(listener, router).with_graceful_shutdown(shutdown.clone().cancelled_owned());
-    let draining = async {
-        shutdown.cancelled().await;
-        tokio::time::sleep(drain).await;
-    };
-    tokio::select! {
-        result = serving => if let Err(error) = result { tracing::error!(%error, "the listener failed") },
-        () = draining => tracing::warn!("connections were still open and are cut"),
+/// Serves until `shutdown`, then lets open requests finish for at most `drain`. In the place of axum's own
+/// loop, which lets a client keep its connection for ever with half the head of a request.
+async fn serve(
+    listener: TcpListener,
+    router: Router,
+    head_within: Duration,
+    shutdown: CancellationToken,
+    drain: Duration,
+) {
+    let mut http = http1::Builder::new();
+    http.timer(TokioTimer::new()).header_read_timeout(head_within);
+    let open = GracefulShutdown::new();
+    while let Some(accepted) = shutdown.run_until_cancelled(listener.accept()).await {
+        match accepted {
+            Ok((client, _)) => {
+                let connection = http.serve_connection(TokioIo::new(client), TowerToHyperService::new(router.clone()));
+                // What breaks a connection is its client's to know.
+                tokio::spawn(open.watch(connection));
+            }
+            Err(error) if error.kind() == ErrorKind::ConnectionAborted => {}
+            // Too many are open: some will be closed.
+            Err(error) => {
+                tracing::warn!(%error, "no connection can be accepted");
+                tokio::time::sleep(ACCEPT_RETRY).await;
+            }
+        }
+    }
+    drop(listener);
+    if tokio::time::timeout(drain, open.shutdown()).await.is_err() {
+        tracing::warn!("connections were still open and are cut");
     }
 }
 
@@ -322,4 +353,34 @@ pub async fn check_health(admin_addr: SocketAddr) -> ExitCode {
 fn complain(line: &str) -> ExitCode {
     eprintln!("{line}");
     ExitCode::FAILURE
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_client_that_does_not_finish_the_head_of_its_request_is_cut_off_and_others_are_served() {
+        let listener = bind("HTTP_ADDR", ([127, 0, 0, 1], 0).into()).await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let router = Router::new().route("/", get(|| async { "hello" }));
+        let head_within = Duration::from_millis(500);
+        tokio::spawn(serve(listener, router, head_within, CancellationToken::new(), Duration::ZERO));
+        let read_all = async |request: &[u8]| {
+            let mut client = TcpStream::connect(address).await.unwrap();
+            client.write_all(request).await.unwrap();
+            let mut answer = String::new();
+            let reading = client.read_to_string(&mut answer);
+            // Cut off with or without a reset.
+            let _ = tokio::time::timeout(60 * head_within, reading).await.expect("the connection ends");
+            answer
+        };
+        let (silent, half, whole) = tokio::join!(
+            read_all(b""),
+            read_all(b"GET / HTTP/1.1\r\nhost"),
+            read_all(b"GET / HTTP/1.1\r\nhost: test\r\n\r\n"),
+        );
+        assert_eq!((silent.as_str(), half.as_str()), ("", ""));
+        assert!(whole.ends_with("hello"), "{whole}");
+    }
 }
