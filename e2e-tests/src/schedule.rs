@@ -117,7 +117,7 @@ impl Schedule {
             lane(&mut rng, length, &often, |rng| of_a_program(rng, 4)),
             lane(&mut rng, length, &rarely, |rng| of_a_server(rng, Server::Postgres)),
             lane(&mut rng, length, &rarely, |rng| of_a_server(rng, Server::Nats)),
-            lane(&mut rng, length, &often, |rng| of_the_network(rng, Server::Postgres, false)),
+            lane(&mut rng, length, &often, |rng| of_the_network(rng, Server::Postgres, may_lose)),
             lane(&mut rng, length, &often, |rng| of_the_network(rng, Server::Nats, may_lose)),
             lane(&mut rng, length, &rarely, |rng| (Fault::Gateway, millis(rng, 500..3_000))),
         ];
@@ -325,6 +325,6 @@ mod tests {
     fn ten_minutes_bring_every_kind_of_fault() {
         let schedule = Schedule::draw(7, 10 * MINUTE);
         let kinds: BTreeSet<String> = schedule.lanes.iter().flatten().map(|plan| plan.fault.kind()).collect();
-        assert_eq!(kinds.len(), 3 + 2 * 3 + 4 + 5 + 1, "{kinds:?}");
+        assert_eq!(kinds.len(), 3 + 2 * 3 + 2 * 5 + 1, "{kinds:?}");
     }
 }

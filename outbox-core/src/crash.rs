@@ -2,7 +2,8 @@
 //!
 //! They exist in builds with the feature `crash-points` only: elsewhere `crash_point!` is nothing.
 //! With `CRASH_AT=relay.after_ack` the process aborts when it comes there for the first time, with
-//! `CRASH_AT=relay.after_ack:5` for the fifth. With `CRASH_AT=relay.after_ack:5:panic` it panics instead.
+//! `CRASH_AT=relay.after_ack:5` for the fifth. With `CRASH_AT=relay.after_ack:5:panic` it panics instead, and
+//! with `CRASH_AT=relay.after_ack:5:freeze` it is stopped there, until it gets a SIGCONT.
 
 /// Aborts the process here if `CRASH_AT` says so; nothing without the feature `crash-points`.
 #[macro_export]
@@ -26,19 +27,25 @@ pub fn reached(name: &str) {
     use std::sync::LazyLock;
     use std::sync::atomic::{AtomicU32, Ordering};
 
-    static CRASH_AT: LazyLock<Option<(String, u32, bool)>> = LazyLock::new(|| {
+    static CRASH_AT: LazyLock<Option<(String, u32, String)>> = LazyLock::new(|| {
         let at = std::env::var("CRASH_AT").ok()?;
         let mut parts = at.split(':');
         let point = parts.next()?.to_owned();
         let time = parts.next().and_then(|time| time.parse().ok()).unwrap_or(1);
-        Some((point, time, parts.next() == Some("panic")))
+        Some((point, time, parts.next().unwrap_or("abort").to_owned()))
     });
     static TIMES: AtomicU32 = AtomicU32::new(0);
-    if let Some((point, time, panics)) = &*CRASH_AT
+    if let Some((point, time, how)) = &*CRASH_AT
         && point == name
         && TIMES.fetch_add(1, Ordering::SeqCst) + 1 == *time
     {
-        assert!(!panics, "told to panic at {name}");
-        std::process::abort();
+        match how.as_str() {
+            "panic" => panic!("told to panic at {name}"),
+            "freeze" => {
+                let stop = std::process::Command::new("kill").args(["-STOP", &std::process::id().to_string()]).status();
+                assert!(stop.is_ok_and(|status| status.success()), "cannot be frozen at {name}");
+            }
+            _ => std::process::abort(),
+        }
     }
 }

@@ -13,7 +13,7 @@ use uuid::Uuid;
 
 use crate::faults::{count, no_event_is_blamed, unforgiving, while_orders_come};
 use crate::fixture::Outbox;
-use crate::http::{SOON, send};
+use crate::http::{SOON, answers, send};
 use crate::http_outages::{becomes_ready, becomes_unready};
 
 /// So many times as long as the longest wait of any retry, and as a publish.
@@ -35,13 +35,15 @@ impl Footprint {
     }
 }
 
-/// Orders come for long while the broker is away, and are paid when `back` has brought it back.
-async fn waits_in_peace(pair: &Pair, back: impl Future<Output = ()>) {
+/// Orders come from before the broker goes away, for long after, and are paid when `back` has brought it
+/// back.
+async fn waits_in_peace(pair: &Pair, away: impl Future<Output = ()>, back: impl Future<Output = ()>) {
     let services = [&pair.orders[0], &pair.payments[0]];
-    for service in services {
-        becomes_unready(service, "broker").await;
-    }
     let (placed, ()) = while_orders_come(pair, async {
+        away.await;
+        for service in services {
+            becomes_unready(service, "broker").await;
+        }
         let mut before = Vec::new();
         for service in services {
             before.push(Footprint::of(service).await);
@@ -87,14 +89,23 @@ async fn a_broker_that_is_away_from_the_start_and_for_long_costs_no_event_an_att
     for service in services {
         service.start_again().await.unwrap();
     }
-    waits_in_peace(&pair, async { pair.nats.start_again().await.unwrap() }).await;
+    for service in services {
+        answers(service).await;
+    }
+    waits_in_peace(&pair, async {}, async { pair.nats.start_again().await.unwrap() }).await;
 }
 
 #[tokio::test]
 async fn a_broker_that_is_silent_for_long_costs_no_event_an_attempt() {
-    let pair = unforgiving().setting("RELAY_PUBLISH_TIMEOUT", "500ms").own_servers().start().await;
-    pair.nats.freeze().await.unwrap();
-    waits_in_peace(&pair, async { pair.nats.thaw().await.unwrap() }).await;
+    let pair = unforgiving()
+        .setting("RELAY_PUBLISH_TIMEOUT", "500ms")
+        // What was on its way when the connection broke is delivered again after this time.
+        .setting("CONSUMER_ACK_WAIT", "5s")
+        .own_servers()
+        .start()
+        .await;
+    let freeze = async { pair.nats.freeze().await.unwrap() };
+    waits_in_peace(&pair, freeze, async { pair.nats.thaw().await.unwrap() }).await;
 }
 
 /// Who consumes which stream.
