@@ -94,23 +94,31 @@ impl<H: Handler> Consumer<H> {
             }
             .fuse()
         );
+        // From one on, twice as many after each that was filled: a message whose headers the client cannot read
+        // breaks the connection, and takes along all that were asked for with it.
+        let mut most = 1;
         while !shutdown.is_cancelled() {
-            if let Err(error) = self.pull(from, unanswered.as_mut(), shutdown).await {
-                tracing::debug!(error = describe(&error), "the pull is made anew");
-                return;
+            match self.pull(from, most, unanswered.as_mut(), shutdown).await {
+                Ok(pulled) if pulled == most => most = (2 * most).min(self.config.consumer_batch),
+                Ok(_) => {}
+                Err(error) => {
+                    tracing::debug!(error = describe(&error), "the pull is made anew");
+                    return;
+                }
             }
         }
     }
 
-    /// One request to the broker, and all that comes of it. It is short, and its end is waited for even
+    /// One request to the broker, and all that comes of it: returns how many messages. It is short, and its end is waited for even
     /// at `shutdown`: a message that is on its way to nobody is missed until the ack wait is over.
     async fn pull(
         &self,
         from: &PullConsumer,
+        most: usize,
         mut unanswered: Pin<&mut impl Future<Output = ()>>,
         shutdown: &CancellationToken,
-    ) -> Result<(), BrokerError> {
-        let most = self.config.consumer_batch;
+    ) -> Result<usize, BrokerError> {
+        let mut pulled = 0;
         let messages = from.batch().max_messages(most).expires(PULL_EXPIRES).messages().await.map_err(request)?;
         let mut batches = messages.ready_chunks(most);
         loop {
@@ -120,8 +128,9 @@ impl<H: Handler> Consumer<H> {
                 // Unconstrained: all that is there, not as much as the runtime finds fair to hand out at once.
                 batch = unconstrained(batches.next()) => batch,
             };
-            let Some(batch) = batch else { return Ok(()) };
+            let Some(batch) = batch else { return Ok(pulled) };
             let size = batch.len();
+            pulled += size;
             let messages: Vec<_> = batch.into_iter().map_while(Result::ok).collect();
             if shutdown.is_cancelled() {
                 // Fetched and not begun: another instance may have them at once.

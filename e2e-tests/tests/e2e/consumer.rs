@@ -14,6 +14,8 @@ use outbox_core::{
 use serde::Deserialize;
 use serde_json::{Value, json};
 use sqlx::{PgConnection, PgPool};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
@@ -379,6 +381,42 @@ async fn more_poison_than_a_batch_holds_does_not_stop_the_good_ones() {
         }
     })
     .await;
+}
+
+/// Publishes, as no client that is in its right mind would, a message with headers that none can read.
+async fn publish_illegible_headers(nats: &Nats, subject: &str) {
+    let url: reqwest::Url = nats.url().parse().unwrap();
+    let mut server = TcpStream::connect((url.host_str().unwrap(), url.port().unwrap())).await.unwrap();
+    let headers = b"NATS/1.0\r\nce-id: \xff\r\n\r\n";
+    let publish = format!("CONNECT {{\"headers\":true}}\r\nHPUB {subject} {0} {0}\r\n", headers.len());
+    server.write_all(&[publish.as_bytes(), headers, b"\r\nPING\r\n"].concat()).await.unwrap();
+    let mut answers = Vec::new();
+    while !answers.ends_with(b"PONG\r\n") {
+        assert!(server.read_buf(&mut answers).await.unwrap() > 0, "the server hangs up");
+    }
+}
+
+/// The client ends its connection over such a message, and never hands it on.
+#[tokio::test]
+async fn a_message_that_the_client_cannot_read_does_not_hold_up_those_that_come_with_it() {
+    let outbox = Outbox::new().await;
+    let inbox = Inbox::of(outbox.name.clone(), Postgres::shared().await.unwrap()).await;
+    let nats = Nats::shared().await.unwrap();
+    publish_illegible_headers(nats, &format!("{}.ThingHappened", outbox.name.subject_prefix)).await;
+    for _ in 0..100 {
+        outbox.append_payload(Uuid::now_v7(), 1, json!("apply")).await;
+    }
+    drain(&outbox.relay(&[])).await;
+    let stop = CancellationToken::new();
+    let consumer = inbox.consumer(&["--consumer-ack-wait", "1s"]);
+    let running = tokio::spawn(consumer.run(broker(nats, "test-service").await, Health::default(), stop.clone()));
+    eventually(SOON, "all others took effect", async || {
+        let count: i64 = sqlx::query_scalar("SELECT count(*) FROM effects").fetch_one(&inbox.db).await.unwrap();
+        if count == 100 { Ok(()) } else { Err(count) }
+    })
+    .await;
+    stop.cancel();
+    running.await.unwrap();
 }
 
 #[tokio::test]
