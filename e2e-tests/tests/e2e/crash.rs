@@ -6,7 +6,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::time::Duration;
 
-use e2e_tests::{Counts, Pair, PairBuilder, Provider, Reply, eventually, http_client};
+use e2e_tests::{Counts, Pair, PairBuilder, Provider, Reply, eventually, http_client, workspace};
 use futures::future::join_all;
 use serde_json::{Value, json};
 use tokio::process::Command;
@@ -131,7 +131,7 @@ async fn client(orders_url: &str, n: u64) -> (Uuid, bool) {
 
 macro_rules! crashes {
     ($($name:ident: $dies:ident at $point:literal, again $again:ident;)*) => {
-        const POINTS: &[&str] = &[$($point),*];
+        const POINTS: &[(&str, &str)] = &[$(($point, stringify!($name))),*];
 
         $(#[tokio::test]
         async fn $name() {
@@ -182,10 +182,29 @@ async fn says(program: &Path, text: &str) -> bool {
 async fn a_normal_build_has_no_trace_of_the_crash_points() {
     for name in ["order-service", "payment-service", "outbox-relay"] {
         let normal = e2e_tests::program(name).await.unwrap();
-        for point in [&["CRASH_AT"], POINTS].concat() {
+        for point in POINTS.iter().map(|(point, _)| *point).chain(["CRASH_AT"]) {
             assert!(!says(&normal, point).await, "{name} knows {point}");
         }
     }
     let with_crash_points = e2e_tests::program_with_crash_points("payment-service").await.unwrap();
     assert!(says(&with_crash_points, "relay.after_ack").await, "it would be found");
+}
+
+#[tokio::test]
+async fn every_crash_point_is_tested_and_stands_in_the_table_of_architecture() {
+    let mut search = Command::new("grep");
+    search.args(["--recursive", "--no-filename", "--only-matching", "--extended-regexp", r#"crash_point!\("[^"]+"#]);
+    let found =
+        search.args(["outbox-core", "order-service", "payment-service"]).current_dir(workspace()).output().await;
+    let found = String::from_utf8(found.unwrap().stdout).unwrap();
+    let in_code: BTreeSet<&str> = found.lines().filter_map(|line| line.strip_prefix("crash_point!(\"")).collect();
+    let tested: BTreeSet<&str> = POINTS.iter().map(|(point, _)| *point).collect();
+    assert_eq!(in_code, tested);
+
+    let architecture = std::fs::read_to_string(workspace().join("ARCHITECTURE.md")).unwrap();
+    for (point, test) in POINTS {
+        let mut rows = architecture.lines().filter(|line| line.starts_with(&format!("| `{point}` |")));
+        let is_told = rows.next().is_some_and(|row| row.contains(&format!("`crash::{test}`")));
+        assert!(is_told, "{point} and {test} are not in a row of the table");
+    }
 }

@@ -11,7 +11,7 @@ use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use crate::fixture::{Outbox, SOON, drain, messages};
-use crate::operator::{Ctl, event_of, kinds, paid, publish_order_event, settled};
+use crate::operator::{Ctl, event_of, kinds, paid, publish_order_event};
 use crate::retention::insert_events;
 
 #[tokio::test]

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use uuid::Uuid;
 
 use crate::fixture::SOON;
-use crate::operator::{Ctl, event_of, is_processed, kinds, publish_order_event, settled, uuid};
+use crate::operator::{Ctl, event_of, is_processed, kinds, publish_order_event, uuid};
 
 /// A pair whose gateway rejects everything until it is mended, with three orders whose charges are dead
 /// letters, each with a cancellation behind it.

@@ -12,7 +12,7 @@ use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use crate::fixture::{SOON, messages};
-use crate::operator::{Ctl, everything, kinds, paid, published_outbox, run_at_a_terminal, said, settled};
+use crate::operator::{Ctl, everything, kinds, paid, published_outbox, run_at_a_terminal, said};
 
 #[tokio::test]
 async fn a_replay_is_delivered_inside_the_brokers_window_and_has_no_second_effect() {
