@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use e2e_tests::{Counts, Pair, Service, eventually};
+use e2e_tests::{Counts, Pair, Provider, Reply, Service, eventually};
 use futures::future::join_all;
 use serde_json::json;
 use uuid::Uuid;
@@ -41,6 +41,88 @@ async fn an_order_is_paid_declined_or_refunded_and_both_services_tell_of_it_in_o
     assert_eq!(told(&pair, "PAYMENTS", refunded).await, ["PaymentCaptured", "PaymentRefunded"]);
     let payment = pair.payment_of(declined).await.unwrap();
     assert_eq!((payment.status.as_str(), payment.reason.as_deref()), ("declined", Some("insufficient_funds")));
+}
+
+#[tokio::test]
+async fn what_checks_the_promise_after_each_fault_finds_each_way_to_break_it() {
+    let gateway = Provider::start(|_| Reply::Done).await;
+    let pair = Pair::builder().payment_setting("PAYMENT_GATEWAY_URL", gateway.url()).start().await;
+    let mut orders = Vec::new();
+    for _ in 0..6 {
+        orders.push(pair.place(100, "EUR").await.id);
+    }
+    pair.all_is_well(&orders.iter().copied().collect()).await;
+    let checker = pair.checker().await;
+    assert_eq!(checker.check_gateway(&gateway).await.unwrap(), [""; 0]);
+    for service in [&pair.orders[0], &pair.payments[0]] {
+        service.kill().await.unwrap();
+    }
+
+    let (unknown, lost) = (orders.pop().unwrap(), Uuid::now_v7());
+    let (db, peer) = (&pair.orders_db, &pair.payments_db);
+    sqlx::query("ALTER TABLE payments DROP CONSTRAINT payments_one_per_order").execute(peer).await.unwrap();
+    for (db, damage, about) in [
+        (db, "UPDATE orders SET status = 'declined' WHERE id = $1", orders[0]),
+        (db, "UPDATE orders SET version = version + 1 WHERE id = $1", orders[1]),
+        (db, "UPDATE outbox_deliveries SET published_at = NULL WHERE aggregate_id = $1", orders[2]),
+        (peer, "DELETE FROM processed_events WHERE event_id IN (SELECT id FROM payments WHERE order_id = $1)", orders[3]),
+        (peer, "INSERT INTO processed_events (consumer, event_id) VALUES ('payment-service', $1)", lost),
+        (
+            peer,
+            "INSERT INTO payments (id, order_id, status, amount, currency, charge_id, version)
+             SELECT gen_random_uuid(), order_id, status, amount, currency, charge_id, version
+             FROM payments WHERE order_id = $1",
+            orders[4],
+        ),
+        (
+            peer,
+            "INSERT INTO payments (id, order_id, status, amount, currency, charge_id, version)
+             VALUES (gen_random_uuid(), $1, 'captured', 100, 'EUR', 'one-more', 1)",
+            lost,
+        ),
+        (
+            peer,
+            "INSERT INTO parked_events (consumer, event_id, source, aggregate_id, aggregate_sequence, event_type, subject,
+                                        headers, payload, reason, attempts, next_attempt_at)
+             VALUES ('payment-service', $1, '/order-service', $1, 2, 'OrderPaid', 'orders.OrderPaid', '{}', '', 'gap', 0,
+                     now())",
+            lost,
+        ),
+    ] {
+        sqlx::query(damage).bind(about).execute(db).await.unwrap_or_else(|error| panic!("{damage}: {error}"));
+    }
+    let mut stream = checker.jetstream.get_stream("ORDERS").await.unwrap();
+    let first = stream.info().await.unwrap().state.first_sequence;
+    stream.delete_message(first).await.unwrap();
+
+    let answered = orders.iter().copied().chain([lost]).collect();
+    let findings = checker.check(&answered).await.unwrap().unwrap_err();
+    for expected in [
+        format!("order {lost} was answered and is lost"),
+        format!("order {unknown} was not asked for"),
+        format!("order {} is declined, its payment is Some(\"captured\")", orders[0]),
+        format!("ORDERS: events of {}", orders[1]),
+        "is not published".to_owned(),
+        "took no effect".to_owned(),
+        format!("event {lost} took effect without being"),
+        format!("order {} has a second payment", orders[4]),
+        format!("there is a payment for order {lost}, which does not exist"),
+        "payment-service: 1 parked".to_owned(),
+        "ORDERS: first publications of".to_owned(),
+    ] {
+        assert!(findings.iter().any(|finding| finding.contains(&expected)), "{expected}: {findings:#?}");
+    }
+    let audited = e2e_tests::audit(&pair.orders_url, &pair.payments_url, pair.nats.url()).await;
+    assert!(audited.unwrap_err().to_string().contains("double effect"));
+
+    // One more charge for an order, and money that nobody here knows of.
+    let charge = json!({"payment_id": lost, "order_id": orders[0], "amount": 100, "currency": "EUR"});
+    let charging = e2e_tests::http_client().post(format!("{}/charges", gateway.url()));
+    charging.header("Idempotency-Key", "another").json(&charge).send().await.unwrap();
+    let findings = checker.check_gateway(&gateway).await.unwrap();
+    for expected in ["was asked in 2 ways", "is not known here", "is not known there"] {
+        assert!(findings.iter().any(|finding| finding.contains(expected)), "{expected}: {findings:#?}");
+    }
 }
 
 #[tokio::test]
