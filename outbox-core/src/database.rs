@@ -75,6 +75,11 @@ pub(crate) async fn takes_writes(db: impl PgExecutor<'_>) -> Result<bool, sqlx::
     sqlx::query_scalar("SELECT current_setting('transaction_read_only') = 'off'").fetch_one(db).await
 }
 
+/// This text as PostgreSQL can store it: without NUL.
+pub(crate) fn storable(text: &str) -> String {
+    text.replace('\0', "\u{fffd}")
+}
+
 /// How to connect to the database at `url`, which `setting` names where it cannot be read.
 pub(crate) fn connect_options(setting: &str, url: &str, application: &str) -> Result<PgConnectOptions, String> {
     if !["postgres://", "postgresql://"].iter().any(|scheme| url.starts_with(scheme)) {

@@ -228,6 +228,9 @@ pub(crate) fn legible_id(message: &Message) -> Option<Uuid> {
     Attributes(&message.headers).parsed(ID, "not a UUID").ok()
 }
 
+/// In bytes: PostgreSQL takes nothing much longer into an index.
+const LONGEST: usize = 1_000;
+
 struct Attributes<'a>(&'a BTreeMap<String, String>);
 
 impl Attributes<'_> {
@@ -243,8 +246,9 @@ impl Attributes<'_> {
 
     fn text(&self, name: &str) -> Result<String, WireError> {
         match self.optional(name)? {
-            Some(text) if !text.is_empty() => Ok(text),
-            Some(_) => Err(malformed(name, "empty")),
+            Some(text) if text.is_empty() => Err(malformed(name, "empty")),
+            Some(text) if text.len() > LONGEST => Err(malformed(name, "too long")),
+            Some(text) => Ok(text),
             None => Err(malformed(name, "missing")),
         }
     }

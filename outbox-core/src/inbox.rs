@@ -14,6 +14,7 @@ use sqlx::types::Json;
 use sqlx::{PgConnection, PgPool, Row};
 use uuid::Uuid;
 
+use crate::database::storable;
 use crate::event::{Envelope, Message};
 use crate::outbox::{column, interval};
 
@@ -212,7 +213,7 @@ pub(crate) async fn park(tx: &mut PgConnection, consumer: &str, parked: &[Parked
         .bind(column(parked, |p| p.reason.as_str()))
         .bind(column(parked, |p| p.attempts))
         .bind(column(parked, |p| interval(p.wait)))
-        .bind(column(parked, |p| p.error.as_deref()))
+        .bind(column(parked, |p| p.error.as_deref().map(storable)))
         .execute(tx)
         .await?;
     Ok(())
@@ -391,7 +392,7 @@ pub(crate) async fn bury(
         .bind(column(letters, |l| l.message.subject.as_str()))
         .bind(column(letters, |l| Json(&l.message.headers)))
         .bind(column(letters, |l| l.message.payload.as_ref()))
-        .bind(column(letters, |l| l.reason))
+        .bind(column(letters, |l| storable(l.reason)))
         .bind(column(letters, |l| l.attempts))
         .execute(tx)
         .await?;

@@ -18,6 +18,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::config::{BrokerConfig, ConsumerConfig, StreamConfig, at_least};
 use crate::crash_point;
+use crate::database::storable;
 use crate::event::{Message, StreamPosition};
 use crate::process::Health;
 
@@ -449,10 +450,10 @@ pub(crate) fn received(message: &jetstream::Message) -> Message {
     }
 }
 
-/// Headers as PostgreSQL can store them: its texts hold no NUL.
+/// Headers as PostgreSQL can store them.
 fn readable(headers: &HeaderMap) -> BTreeMap<String, String> {
     let first = |(name, values): (&HeaderName, &Vec<HeaderValue>)| {
-        let value = values.first().map(|value| value.as_str().replace('\0', "\u{fffd}")).unwrap_or_default();
+        let value = values.first().map(|value| storable(value.as_str())).unwrap_or_default();
         (name.to_string(), value)
     };
     headers.iter().map(first).collect()

@@ -383,6 +383,40 @@ async fn more_poison_than_a_batch_holds_does_not_stop_the_good_ones() {
     .await;
 }
 
+#[tokio::test]
+async fn no_message_whatever_it_holds_keeps_the_database_from_taking_its_neighbours() {
+    let inbox = Inbox::new().await;
+    let consumer = inbox.consumer(&["--consumer-gap-deadline", "1ms"]);
+    let other = |sequence| message(Uuid::now_v7(), sequence, "apply");
+    // Too long for an index, and nothing that could be compressed.
+    let long: String = std::iter::repeat_with(fastrand::alphanumeric).take(20_000).collect();
+    let nuls = format!("{:?}", "\0");
+    let mut messages = vec![
+        Message { payload: r#""\u0000""#.into(), ..other(1) },
+        Message { payload: nuls.into(), ..other(1) },
+        Message { payload: "[".repeat(100_000).into(), ..other(1) },
+        Message { subject: long.clone(), ..other(1) },
+        other(i64::MAX),
+    ];
+    for (name, value) in other(1).headers {
+        for odd in ["", "%00", "%ff", "\u{fffd}", " ", "\"", "'; --", "0", "-1", "9223372036854775807", "1e400", &long]
+        {
+            messages.push(with_header(other(1), &name, Some(odd)));
+            messages.push(with_header(other(2), &name, Some(odd)));
+        }
+        messages.push(with_header(other(1), &name, Some(&format!("{value}%00"))));
+    }
+    for message in messages {
+        let neighbour = Uuid::now_v7();
+        let batch = [message.clone(), self::message(neighbour, 1, "apply"), self::message(neighbour, 3, "apply")];
+        for _ in 0..2 {
+            consumer.deliver(&batch).await.unwrap_or_else(|error| panic!("{error:?}: {message:?}"));
+        }
+        assert_eq!(inbox.effects(neighbour).await, [1]);
+    }
+    while consumer.deliver_parked().await.unwrap() > 0 {}
+}
+
 /// Publishes, as no client that is in its right mind would, a message with headers that none can read.
 async fn publish_illegible_headers(nats: &Nats, subject: &str) {
     let url: reqwest::Url = nats.url().parse().unwrap();
