@@ -46,22 +46,26 @@ impl Again {
         builder.setting("RELAY_LEASE", "1s").setting("RELAY_PUBLISH_TIMEOUT", "500ms")
     }
 
+    /// What is delivered again may be so when everything else has come to its end.
     async fn is_seen(self, pair: &Pair, provider: &Provider, counts: &Counts, replayed: usize) {
-        let delivered_again = pair.checker().await.delivered_again().await.unwrap();
-        let asked_again = provider.calls().len() - provider.effects().len();
-        let published_again = counts.duplicates;
-        let is_seen = match self {
-            Self::Anything => true,
-            Self::Answered => replayed > 0,
-            Self::Published => published_again > 0,
-            Self::NotPublished => published_again == 0,
-            Self::Delivered => delivered_again > 0,
-            Self::Charged => delivered_again > 0 && asked_again > 0,
-        };
-        assert!(
-            is_seen,
-            "{published_again} published, {delivered_again} delivered, {asked_again} asked, {replayed} answered again"
-        );
+        let (checker, published_again) = (pair.checker().await, counts.duplicates);
+        eventually(SOON, "what its death makes happen again", async || {
+            let delivered_again = checker.delivered_again().await.unwrap();
+            let asked_again = provider.calls().len() - provider.effects().len();
+            let is_seen = match self {
+                Self::Anything => true,
+                Self::Answered => replayed > 0,
+                Self::Published => published_again > 0,
+                Self::NotPublished => published_again == 0,
+                Self::Delivered => delivered_again > 0,
+                Self::Charged => delivered_again > 0 && asked_again > 0,
+            };
+            let seen = format!(
+                "{published_again} published, {delivered_again} delivered, {asked_again} asked, {replayed} answered"
+            );
+            if is_seen { Ok(()) } else { Err(seen) }
+        })
+        .await;
     }
 }
 

@@ -83,10 +83,7 @@ fn every_test_that_the_pages_name_exists() {
     for name in pages.split('`').filter(|code| code.contains("::") && !code.contains(' ')) {
         let Some((module, test)) = name.split_once("::") else { continue };
         let Ok(source) = std::fs::read_to_string(tests.join(format!("{module}.rs"))) else { continue };
-        assert!(
-            source.contains(&format!("fn {test}(")) || source.contains(&format!("{test}: ")),
-            "a page names {name}"
-        );
+        assert!(source.contains(&format!("fn {test}(")) || source.contains(&format!("{test}:")), "a page names {name}");
         named += 1;
     }
     assert!(named > 20, "README maps ideas to tests, and ARCHITECTURE crash points");
