@@ -7,7 +7,7 @@ use futures::future::join_all;
 use serde_json::Value;
 use uuid::Uuid;
 
-use crate::http::{Answer, SOON, order_of, send};
+use crate::http::{Answer, SOON, order_of, send, try_send};
 
 /// The default of the setting of this name.
 const SHUTDOWN_GRACE: Duration = Duration::from_secs(10);
@@ -27,10 +27,12 @@ async fn post(service: &Service, customer: Uuid, key: &str) -> Answer {
 /// Waits until the service says that it is not ready, and that it is because of `part`.
 pub async fn becomes_unready(service: &Service, part: &str) {
     eventually(SOON, &format!("readiness is red because of {part}"), async || {
-        let ready = get(service.admin_url("/health/ready")).await;
+        // It may have been started just now.
+        let ready = try_send(http_client().get(service.admin_url("/health/ready"))).await;
+        let ready = ready.map_err(|error| error.to_string())?;
         let says_why =
             ready.status == 503 && ready.json()["reasons"][part].as_str().is_some_and(|reason| !reason.is_empty());
-        if says_why { Ok(()) } else { Err(ready) }
+        if says_why { Ok(()) } else { Err(ready.body) }
     })
     .await;
     assert_eq!(get(service.admin_url("/health/live")).await.status, 200, "it lives");
