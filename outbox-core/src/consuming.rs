@@ -109,8 +109,9 @@ impl<H: Handler> Consumer<H> {
         }
     }
 
-    /// One request to the broker, and all that comes of it: returns how many messages. It is short, and its end is waited for even
-    /// at `shutdown`: a message that is on its way to nobody is missed until the ack wait is over.
+    /// One request to the broker, and all that comes of it; returns how many messages that were. It is short,
+    /// and its end is waited for even at `shutdown`: a message that is on its way to nobody is missed until the
+    /// ack wait is over.
     async fn pull(
         &self,
         from: &PullConsumer,

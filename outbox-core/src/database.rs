@@ -15,7 +15,7 @@ use crate::config::DatabaseConfig;
 /// The database ends every statement before this: who has no answer by then will never get one.
 const ANSWERS_WITHIN: Duration = Duration::from_secs(35);
 
-/// A migration that takes longer is for a person to run: with `MIGRATE=off`, in a quiet hour.
+/// A migration that takes longer is to be cut into smaller ones.
 const MIGRATED_WITHIN: Duration = Duration::from_secs(15 * 60);
 
 /// How long a connection that is not in use may take to say that it is there.
