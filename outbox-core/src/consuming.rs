@@ -4,7 +4,9 @@
 use std::pin::{Pin, pin};
 use std::time::Duration;
 
+use async_nats::jetstream::consumer::pull;
 use async_nats::jetstream::{self, AckKind};
+use futures::stream::ReadyChunks;
 use futures::{FutureExt, StreamExt};
 use tokio::task::unconstrained;
 use tokio_util::sync::CancellationToken;
@@ -29,6 +31,13 @@ const STREAM_RETRY: Backoff = Backoff { base: Duration::from_millis(100), max: M
 
 /// However long the database or the broker is away, its return is noticed within this time.
 const MAX_PAUSE: Duration = Duration::from_secs(5);
+
+/// A request for messages, and what comes of it.
+struct Pull {
+    most: usize,
+    missing: usize,
+    batches: ReadyChunks<pull::Batch>,
+}
 
 impl<H: Handler> Consumer<H> {
     /// Consumes from `broker` until `shutdown`, then finishes the batch in hand. Whatever goes wrong
@@ -94,49 +103,59 @@ impl<H: Handler> Consumer<H> {
             }
             .fuse()
         );
-        // From one on, twice as many after each that was filled: a message whose headers the client cannot read
-        // breaks the connection, and takes along all that were asked for with it.
-        let mut most = 1;
-        while !shutdown.is_cancelled() {
-            match self.pull(from, most, unanswered.as_mut(), shutdown).await {
-                Ok(pulled) if pulled == most => most = (2 * most).min(self.config.consumer_batch),
-                Ok(_) => {}
-                Err(error) => {
-                    tracing::debug!(error = describe(&error), "the pull is made anew");
-                    return;
-                }
+        let consuming = async {
+            // A message whose headers the client cannot read breaks the connection, and takes along all that
+            // were asked for with it. So each pull begins with one, and grows as it goes well.
+            let mut pull = self.ask(from, 1).await?;
+            loop {
+                pull = match self.consume_pull(from, &mut pull, unanswered.as_mut(), shutdown).await? {
+                    Some(next) => next,
+                    None if shutdown.is_cancelled() => return Ok(()),
+                    None => self.ask(from, pull.most).await?,
+                };
             }
+        };
+        let consumed: Result<(), BrokerError> = consuming.await;
+        if let Err(error) = consumed {
+            tracing::debug!(error = describe(&error), "the pull is made anew");
         }
     }
 
-    /// One request to the broker, and all that comes of it; returns how many messages that were. It is short,
-    /// and its end is waited for even at `shutdown`: a message that is on its way to nobody is missed until the
-    /// ack wait is over.
-    async fn pull(
+    /// Asks the broker for messages. The request is short, and its end is waited for even at a shutdown:
+    /// a message that is on its way to nobody is missed until the ack wait is over.
+    async fn ask(&self, from: &PullConsumer, most: usize) -> Result<Pull, BrokerError> {
+        let batch = from.batch().max_messages(most).expires(PULL_EXPIRES).messages().await.map_err(request)?;
+        Ok(Pull { most, missing: most, batches: batch.ready_chunks(most) })
+    }
+
+    /// Consumes what comes of one request. Once all of it is here, a larger one is made, so that its
+    /// messages come while these are handled; it is returned.
+    async fn consume_pull(
         &self,
         from: &PullConsumer,
-        most: usize,
+        pull: &mut Pull,
         mut unanswered: Pin<&mut impl Future<Output = ()>>,
         shutdown: &CancellationToken,
-    ) -> Result<usize, BrokerError> {
-        let mut pulled = 0;
-        let messages = from.batch().max_messages(most).expires(PULL_EXPIRES).messages().await.map_err(request)?;
-        let mut batches = messages.ready_chunks(most);
+    ) -> Result<Option<Pull>, BrokerError> {
+        let mut next = None;
         loop {
             let batch = tokio::select! {
                 biased;
                 () = &mut unanswered => return Err(BrokerError::Request("nothing more comes on this connection".to_owned())),
                 // Unconstrained: all that is there, not as much as the runtime finds fair to hand out at once.
-                batch = unconstrained(batches.next()) => batch,
+                batch = unconstrained(pull.batches.next()) => batch,
             };
-            let Some(batch) = batch else { return Ok(pulled) };
+            let Some(batch) = batch else { return Ok(next) };
             let size = batch.len();
-            pulled += size;
             let messages: Vec<_> = batch.into_iter().map_while(Result::ok).collect();
             if shutdown.is_cancelled() {
                 // Fetched and not begun: another instance may have them at once.
                 acknowledge(&messages, AckKind::Nak(None)).await;
                 continue;
+            }
+            pull.missing -= messages.len();
+            if pull.missing == 0 {
+                next = Some(self.ask(from, (2 * pull.most).min(self.config.consumer_batch)).await?);
             }
             let outages = self.outage().batches;
             self.deliver_and_acknowledge(&messages, shutdown).await;

@@ -7,7 +7,7 @@ use std::io::Read;
 use std::process::Output;
 
 use async_nats::HeaderMap;
-use e2e_tests::{Checker, Nats, Order, Pair, audit, eventually, program};
+use e2e_tests::{Nats, Order, Pair, eventually, program};
 use outbox_core::write_source;
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 use serde_json::{Value, json};
