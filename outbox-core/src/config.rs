@@ -168,7 +168,7 @@ impl StreamConfig {
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Consumer")]
 pub struct ConsumerConfig {
-    /// The most events handled in one transaction.
+    /// The most events handled together.
     #[arg(long, env, default_value_t = 500, value_parser = batch)]
     pub consumer_batch: usize,
     /// How long the broker waits for an acknowledgement before it delivers again.

@@ -11,6 +11,7 @@ use std::panic::AssertUnwindSafe;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use futures::future::join_all;
 use futures::{FutureExt, StreamExt};
 use sqlx::{PgConnection, PgPool};
 use tracing::{Instrument, Span};
@@ -65,6 +66,9 @@ pub struct Consumer<H> {
 
 /// How many events are prepared side by side.
 const PREPARE_WIDTH: usize = 32;
+
+/// How many events are applied in one transaction. More are applied in several, side by side.
+const APPLIED_TOGETHER: usize = 250;
 
 /// One event in hand, and how far it has come.
 struct Item<'a, H: Handler> {
@@ -230,7 +234,11 @@ impl<H: Handler> Consumer<H> {
             let (mut round, later) = one_of_each_aggregate(waiting);
             self.look(&mut round).await?;
             self.prepare(&mut round).await?;
-            woken += self.apply_or_set_aside(&mut round).await?;
+            // Its events are of different aggregates, so that nothing orders one part before another.
+            let parts = round.chunks_mut(APPLIED_TOGETHER).map(|part| self.apply_or_set_aside(part));
+            for part in join_all(parts).await {
+                woken += part?;
+            }
             for item in &round {
                 deliveries[item.place] = item.delivery();
                 item.count();

@@ -139,16 +139,11 @@ pub(crate) struct ClaimedEvent {
     pub(crate) event_type: String,
     pub(crate) version: i32,
     pub(crate) payload: String,
-    pub(crate) headers: serde_json::Value,
+    /// Nothing where the row holds something else.
+    pub(crate) context: Option<Context>,
     /// NULL for a time that has no date, such as infinity.
     pub(crate) time: Option<String>,
     pub(crate) attempts: i32,
-}
-
-impl ClaimedEvent {
-    pub(crate) fn header(&self, name: &str) -> Option<&str> {
-        self.headers.get(name)?.as_str()
-    }
 }
 
 /// A bound on `created_at` where a claim starts its search, in the database's own notation: a hint
@@ -200,7 +195,7 @@ pub(crate) fn claimed_event(row: &PgRow) -> Result<Option<ClaimedEvent>, sqlx::E
         event_type: row.try_get("event_type")?,
         version: row.try_get("event_version")?,
         payload: row.try_get("payload")?,
-        headers: row.try_get::<Json<_>, _>("headers")?.0,
+        context: row.try_get::<Json<_>, _>("headers").ok().map(|headers| headers.0),
         time: row.try_get("time")?,
         attempts: row.try_get("attempts")?,
     }))

@@ -22,7 +22,7 @@ use uuid::Uuid;
 use crate::config::RelayConfig;
 use crate::crash_point;
 use crate::database::in_time;
-use crate::event::{Context, Envelope, Message, WireError};
+use crate::event::{Envelope, Message, WireError};
 use crate::jetstream::{FailureKind, PublishFailure, Stream, describe, permanent};
 use crate::measure;
 use crate::outbox::{self, Claim, ClaimedEvent, Failure, Floor};
@@ -320,7 +320,7 @@ impl Relay {
             messaging.destination.name = self.stream.name().name, messaging.message.id = %event.id,
             aggregate_id = %event.aggregate.id, attempt = event.attempts + 1,
         );
-        trace::caused_by(span, event.header("traceparent"))
+        trace::caused_by(span, event.context.as_ref().and_then(|context| context.traceparent.as_deref()))
     }
 
     /// Renews the lease for as long as this is polled, when half of the time in which a publish may
@@ -396,8 +396,9 @@ impl Relay {
         };
         let retry_in = (!is_final).then(|| self.config.backoff().delay(attempt));
         let (event_id, aggregate_id, attempts, error) = (event.id, event.aggregate.id, attempt, &failure.reason);
-        let (correlation_id, trace_id) =
-            (event.header("correlationid"), event.header("traceparent").map(trace::trace_id));
+        let context = event.context.as_ref();
+        let correlation_id = context.map(|context| &*context.correlation_id);
+        let trace_id = context.and_then(|context| context.traceparent.as_deref()).map(trace::trace_id);
         if is_final {
             measure::count(measure::FAILED, &event.event_type);
             tracing::error!(%event_id, %aggregate_id, correlation_id, trace_id, attempts, error, "the event cannot be published");
@@ -530,8 +531,6 @@ fn count_published(claim: &Claim, marked: &[(Uuid, f64)]) {
 
 pub(crate) fn to_message(event: &ClaimedEvent, stream: &crate::StreamName) -> Result<Message, WireError> {
     let malformed = |name: &str, problem| WireError::Header { name: name.to_owned(), problem };
-    let context: Context =
-        serde_json::from_value(event.headers.clone()).map_err(|_| malformed("headers", "without a correlation id"))?;
     let envelope = Envelope {
         id: event.id,
         source: stream.source.clone(),
@@ -540,7 +539,7 @@ pub(crate) fn to_message(event: &ClaimedEvent, stream: &crate::StreamName) -> Re
         aggregate_type: event.aggregate_type.clone(),
         aggregate: event.aggregate,
         time: event.time.clone().ok_or_else(|| malformed("created_at", "not a date"))?,
-        context,
+        context: event.context.clone().ok_or_else(|| malformed("headers", "without a correlation id"))?,
         payload: event.payload.clone().into(),
     };
     envelope.to_message(&stream.subject_prefix)
