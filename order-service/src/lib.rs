@@ -11,8 +11,8 @@ use std::process::ExitCode;
 
 use outbox_core::config::{RelayMode, Switch};
 use outbox_core::{
-    Broker, Consumer, Gauges, Process, Relay, Retention, Stream, StreamName, Subscription, admin, bind, check_health,
-    forward_nudges, migrate_and_exit,
+    Broker, Consumer, Gauges, Pools, Process, Relay, Retention, Stream, StreamName, Subscription, admin, bind,
+    check_health, forward_nudges, migrate_and_exit,
 };
 use sqlx::migrate::Migrator;
 
@@ -38,7 +38,7 @@ pub fn stream() -> StreamName {
 pub async fn run(config: Config) -> Result<ExitCode, String> {
     config.check()?;
     let _telemetry = outbox_core::telemetry::start(&config.process, SERVICE)?;
-    let db = outbox_core::pool(&config.database, SERVICE)?;
+    let Pools { requests, work: db } = Pools::new(&config.database, SERVICE)?;
     match config.command {
         None => {}
         Some(Command::Health) => return Ok(check_health(config.admin_addr).await),
@@ -53,7 +53,11 @@ pub async fn run(config: Config) -> Result<ExitCode, String> {
     let relay = Relay::new(db.clone(), stream.clone(), config.relaying);
     let nudge = relay.nudge();
     process.serve_admin(admin_listener, admin(process.health(), db.clone(), broker.clone()));
-    process.serve("http", http_listener, http::router(db.clone(), nudge.clone(), process.writes(), process.health()));
+    process.serve(
+        "http",
+        http_listener,
+        http::router(requests.clone(), nudge.clone(), process.writes(), process.health()),
+    );
     let migrations = (config.migrate == Switch::On).then(migrations);
     if let Some(code) = process.prepare_database(&db, migrations, &name).await {
         return Ok(code);
@@ -69,7 +73,7 @@ pub async fn run(config: Config) -> Result<ExitCode, String> {
     process.supervise("retention", retention.run(process.shutdown()));
     let payments = Subscription { stream: payments::stream(), durable: SERVICE.to_owned() };
     let consumer = Consumer::new(db.clone(), payments.clone(), Payments, config.consumer).nudging(nudge);
-    let gauges = Gauges::new(db).with_consumer(broker.clone(), payments);
+    let gauges = Gauges::new(db).with_requests(requests).with_consumer(broker.clone(), payments);
     process.supervise("gauges", gauges.run(process.shutdown()));
     process.supervise("consumer", consumer.run(broker, process.health(), process.shutdown()));
     Ok(process.run().await)

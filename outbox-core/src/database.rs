@@ -31,15 +31,41 @@ fn outbox_migrations() -> Migrator {
     migrator
 }
 
+/// The connections of a service, which has two kinds of use for them: so many requests that each waits
+/// for one keep neither relay nor consumer from theirs.
+#[derive(Debug, Clone)]
+pub struct Pools {
+    /// For what clients ask for.
+    pub requests: PgPool,
+    /// For relay, consumer and whatever else runs by itself.
+    pub work: PgPool,
+}
+
+impl Pools {
+    /// At most `database_pool` connections, half for each use. As [`pool`] otherwise.
+    ///
+    /// # Errors
+    /// One line that names the setting where the URL cannot be read.
+    pub fn new(config: &DatabaseConfig, service: &str) -> Result<Self, String> {
+        let work = config.database_pool / 2;
+        let of = |connections| pool_of(connections, config, service);
+        Ok(Self { requests: of(config.database_pool - work)?, work: of(work)? })
+    }
+}
+
 /// A pool of at most `database_pool` connections, made when they are needed: the database may be
 /// away now.
 ///
 /// # Errors
 /// One line that names the setting where the URL cannot be read.
 pub fn pool(config: &DatabaseConfig, service: &str) -> Result<PgPool, String> {
+    pool_of(config.database_pool, config, service)
+}
+
+fn pool_of(connections: u32, config: &DatabaseConfig, service: &str) -> Result<PgPool, String> {
     let options = connect_options("DATABASE_URL", &config.database_url, service)?;
     let pool = PgPoolOptions::new()
-        .max_connections(config.database_pool)
+        .max_connections(connections)
         .acquire_timeout(Duration::from_secs(3))
         // In the place of the pool's own tests, which wait for an answer for ever. In a failover the address
         // may lead to a server that takes no writes for a moment: a session made then would be kept for good.
@@ -92,8 +118,6 @@ pub(crate) fn connect_options(setting: &str, url: &str, application: &str) -> Re
         ("lock_timeout", "10s"),
         ("idle_in_transaction_session_timeout", "30s"),
         ("tcp_user_timeout", "15s"),
-        // A plan made while a table was empty would be kept while it fills.
-        ("plan_cache_mode", "force_custom_plan"),
         // Every statement here is about some keys, and no disk of today minds where it reads: look them up.
         ("random_page_cost", "1.1"),
     ]))

@@ -21,6 +21,7 @@ const OLD_SECONDS: f64 = 300.0;
 #[derive(Debug)]
 pub struct Gauges {
     db: PgPool,
+    requests: Option<PgPool>,
     consumer: Option<(Broker, Subscription)>,
     /// The process whose old transaction was named last; 0 while there is none.
     named: AtomicI32,
@@ -29,7 +30,13 @@ pub struct Gauges {
 impl Gauges {
     /// The gauges of the outbox in `db`.
     pub fn new(db: PgPool) -> Self {
-        Self { db, consumer: None, named: AtomicI32::new(0) }
+        Self { db, requests: None, consumer: None, named: AtomicI32::new(0) }
+    }
+
+    /// And of the connections that are kept for requests.
+    #[must_use]
+    pub fn with_requests(self, requests: PgPool) -> Self {
+        Self { requests: Some(requests), ..self }
     }
 
     /// And of the inbox there, with the lag of its consumer at the broker.
@@ -43,10 +50,10 @@ impl Gauges {
     /// # Errors
     /// The database's. A broker that is away leaves its gauges as they were.
     pub async fn run_once(&self) -> Result<(), sqlx::Error> {
-        let used = f64::from(self.db.size()) - self.db.num_idle() as f64;
-        metrics::gauge!(measure::POOL, "state" => "used").set(used);
-        metrics::gauge!(measure::POOL, "state" => "idle").set(self.db.num_idle() as f64);
-
+        count_connections("work", &self.db);
+        if let Some(requests) = &self.requests {
+            count_connections("requests", requests);
+        }
         let waiting = outbox::count_unpublished(&self.db).await?;
         metrics::gauge!(measure::OLDEST_UNPUBLISHED).set(waiting.oldest_age_seconds);
         for (state, count) in waiting.by_state {
@@ -100,6 +107,12 @@ impl Gauges {
         };
         shutdown.run_until_cancelled(counting).await;
     }
+}
+
+fn count_connections(pool: &'static str, db: &PgPool) {
+    let (all, idle) = (f64::from(db.size()), db.num_idle() as f64);
+    metrics::gauge!(measure::POOL, "pool" => pool, "state" => "used").set(all - idle);
+    metrics::gauge!(measure::POOL, "pool" => pool, "state" => "idle").set(idle);
 }
 
 /// A transaction that keeps vacuum from removing what claims and marks leave behind.

@@ -253,6 +253,8 @@ pub(crate) async fn take_due(
     gap_deadline: Duration,
 ) -> Result<Vec<Due>, sqlx::Error> {
     let rows = sqlx::query(TAKE_DUE)
+        // Planned for this limit: a plan for any limit reads the whole table.
+        .persistent(false)
         .bind(consumer)
         .bind(limit as i64)
         .bind(interval(hold))

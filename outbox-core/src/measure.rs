@@ -71,7 +71,7 @@ metrics_table! {
     GATEWAY_CALLS: Counter "gateway_calls_total" ["call", "outcome"] "Requests to the payment gateway: charge or refund; outcome is done, declined, rejected or transient.";
     HTTP_SECONDS: Histogram "http_request_seconds" ["method", "route", "status"] "Duration of HTTP requests, by route template.";
     RETENTION_LAG: Gauge "retention_lag_seconds" ["table"] "For how long the table's oldest row has been due to be removed; 0 where none is.";
-    POOL: Gauge "database_pool_connections" ["state"] "Connections of this process to its database: used or idle.";
+    POOL: Gauge "database_pool_connections" ["pool", "state"] "Connections of this process to its database, for requests or for work: used or idle.";
     TASK_UP: Gauge "process_task_up" ["task"] "1 while a supervised task runs, 0 when it has ended.";
 }
 

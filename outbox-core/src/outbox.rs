@@ -168,6 +168,8 @@ pub(crate) async fn claim(
 ) -> Result<Claim, sqlx::Error> {
     let lease_id = Uuid::now_v7();
     let rows = sqlx::query(CLAIM)
+        // Planned for this limit: a plan for any limit reads the whole table.
+        .persistent(false)
         .bind(&floor.0)
         .bind(batch as i64)
         .bind(worker)

@@ -180,9 +180,8 @@ impl Relay {
         }
     }
 
-    /// One turn: claims a batch, and publishes it beside those in flight. A claim that is full leaves
-    /// more behind, so that the next one is made while this one is published; otherwise the turn ends
-    /// with everything settled.
+    /// One turn: claims a batch, and publishes it beside those in flight. So the next claim need not wait
+    /// for this one's acks; a backlog, of which a full claim leaves more behind, is worth several.
     async fn claim_and_publish(
         self: &Arc<Self>,
         in_flight: &mut JoinSet<Result<Published, RelayError>>,
@@ -194,7 +193,7 @@ impl Relay {
             let (relay, shutdown) = (Arc::clone(self), shutdown.clone());
             in_flight.spawn(async move { relay.publish_and_settle(&claim, &lease, &shutdown).await });
         }
-        let outage = finish(in_flight, if is_full { BATCHES_IN_FLIGHT - 1 } else { 0 }).await?;
+        let outage = finish(in_flight, if is_full { BATCHES_IN_FLIGHT } else { 1 }).await?;
         Ok(Turn { claimed, is_full, outage })
     }
 
@@ -436,9 +435,9 @@ impl Relay {
     }
 }
 
-/// So many batches of a backlog are published side by side: while some wait for the broker, others
-/// are claimed and settled.
-const BATCHES_IN_FLIGHT: usize = 4;
+/// So many batches of a backlog are in flight when the next is claimed: while some wait for the broker,
+/// others are settled.
+const BATCHES_IN_FLIGHT: usize = 3;
 
 /// What one turn of the loop found.
 #[derive(Debug)]
@@ -448,16 +447,19 @@ struct Turn {
     outage: bool,
 }
 
-/// Waits until at most `may_stay` batches are in flight; until none is, once one went wrong. Returns
-/// whether there is an outage.
+/// Takes note of the batches that have ended, and waits until at most `may_stay` are in flight; until
+/// none is, once one went wrong. Returns whether there is an outage.
 async fn finish(
     in_flight: &mut JoinSet<Result<Published, RelayError>>,
     mut may_stay: usize,
 ) -> Result<bool, RelayError> {
     let mut finished = Ok(false);
-    while in_flight.len() > may_stay
-        && let Some(batch) = in_flight.join_next().await
-    {
+    loop {
+        let done = match in_flight.try_join_next() {
+            None if in_flight.len() > may_stay => in_flight.join_next().await,
+            done => done,
+        };
+        let Some(batch) = done else { return finished };
         // A panic goes on to whoever supervises the relay.
         match batch.unwrap_or_else(|panicked| std::panic::resume_unwind(panicked.into_panic())) {
             Ok(batch) if !batch.outage => continue,
@@ -466,7 +468,6 @@ async fn finish(
         }
         may_stay = 0;
     }
-    finished
 }
 
 /// However long an outage, its end is noticed within this time.

@@ -12,8 +12,8 @@ use std::process::ExitCode;
 
 use outbox_core::config::{RelayMode, Switch};
 use outbox_core::{
-    Broker, Consumer, Gauges, Process, Relay, Retention, Stream, StreamName, Subscription, admin, bind, check_health,
-    forward_nudges, migrate_and_exit,
+    Broker, Consumer, Gauges, Pools, Process, Relay, Retention, Stream, StreamName, Subscription, admin, bind,
+    check_health, forward_nudges, migrate_and_exit,
 };
 use sqlx::migrate::Migrator;
 
@@ -51,7 +51,7 @@ pub async fn run(config: Config) -> Result<ExitCode, String> {
 
 async fn run_with(gateway: impl Gateway, config: Config) -> Result<ExitCode, String> {
     let _telemetry = outbox_core::telemetry::start(&config.process, SERVICE)?;
-    let db = outbox_core::pool(&config.database, SERVICE)?;
+    let Pools { requests, work: db } = Pools::new(&config.database, SERVICE)?;
     match config.command {
         None => {}
         Some(Command::Health) => return Ok(check_health(config.admin_addr).await),
@@ -66,7 +66,7 @@ async fn run_with(gateway: impl Gateway, config: Config) -> Result<ExitCode, Str
     let relay = Relay::new(db.clone(), stream.clone(), config.relaying);
     let nudge = relay.nudge();
     process.serve_admin(admin_listener, admin(process.health(), db.clone(), broker.clone()));
-    process.serve("http", http_listener, http::router(db.clone(), process.health()));
+    process.serve("http", http_listener, http::router(requests.clone(), process.health()));
     let migrations = (config.migrate == Switch::On).then(migrations);
     if let Some(code) = process.prepare_database(&db, migrations, &name).await {
         return Ok(code);
@@ -82,7 +82,7 @@ async fn run_with(gateway: impl Gateway, config: Config) -> Result<ExitCode, Str
     let orders = Subscription { stream: orders::stream(), durable: SERVICE.to_owned() };
     let handler = Orders::new(db.clone(), gateway);
     let consumer = Consumer::new(db.clone(), orders.clone(), handler, config.consumer).nudging(nudge);
-    let gauges = Gauges::new(db).with_consumer(broker.clone(), orders);
+    let gauges = Gauges::new(db).with_requests(requests).with_consumer(broker.clone(), orders);
     process.supervise("gauges", gauges.run(process.shutdown()));
     process.supervise("consumer", consumer.run(broker, process.health(), process.shutdown()));
     Ok(process.run().await)

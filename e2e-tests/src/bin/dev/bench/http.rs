@@ -3,12 +3,12 @@
 use std::time::{Duration, Instant};
 
 use e2e_tests::{Service, free_port, http_client, wait_until};
-use futures::future::join_all;
 use outbox_core::{AggregateVersion, Context, Event, append};
 use serde::Serialize;
 use serde_json::{Value, json};
 use sqlx::PgPool;
 use sqlx::postgres::PgPoolOptions;
+use tokio::task::JoinSet;
 use uuid::Uuid;
 
 use super::Bench;
@@ -61,7 +61,8 @@ pub async fn http_with_relay(bench: &mut Bench) -> anyhow::Result<()> {
 
 async fn order_service(bench: &Bench, broker: &str, relay: &str) -> anyhow::Result<(Service, String)> {
     let database = bench.postgres.create_database("bench").await?;
-    let connections = CONNECTIONS.to_string();
+    // Half of them are for requests.
+    let connections = (2 * CONNECTIONS).to_string();
     let settings = [
         ("DATABASE_URL", &*database),
         ("NATS_URL", broker),
@@ -79,47 +80,60 @@ async fn order_service(bench: &Bench, broker: &str, relay: &str) -> anyhow::Resu
 /// Orders a second, over as many connections as there may be.
 async fn posts(service: &Service) -> f64 {
     let (http, url) = (http_client(), service.url("/orders"));
-    per_second(async |count: &mut u64| {
+    per_second(move || {
         let body = json!({"customer_id": Uuid::new_v4(), "total": {"amount": 12500, "currency": "EUR"}});
-        let answer = http.post(&url).json(&body).send().await;
-        *count += u64::from(answer.is_ok_and(|answer| answer.status() == 201));
+        let request = http.post(&url).json(&body).send();
+        async move { request.await.is_ok_and(|answer| answer.status() == 201) }
     })
     .await
 }
 
 /// The same two inserts, in a transaction each.
 async fn inserts(db: &PgPool) -> f64 {
-    let context = Context { correlation_id: "bench".to_owned(), traceparent: None };
-    per_second(async |count: &mut u64| {
-        let write = async {
-            let (order_id, customer_id) = (Uuid::now_v7(), Uuid::new_v4());
-            let total = json!({"amount": 12500, "currency": "EUR"});
-            let mut tx = db.begin().await?;
-            sqlx::query("INSERT INTO orders (id, customer_id, status, amount, currency, version) VALUES ($1, $2, 'pending', 12500, 'EUR', 1)")
-                .bind(order_id)
-                .bind(customer_id)
-                .execute(&mut *tx)
-                .await?;
-            let event = OrderCreated { order_id, customer_id, total };
-            append(&mut tx, AggregateVersion { id: order_id, sequence: 1 }, &event, &context).await?;
-            tx.commit().await?;
-            anyhow::Ok(())
-        };
-        *count += u64::from(write.await.is_ok());
+    let db = db.clone();
+    per_second(move || {
+        let db = db.clone();
+        async move { insert(&db).await.is_ok() }
     })
     .await
 }
 
-/// Does `work` again and again on every connection, for a round.
-async fn per_second(work: impl AsyncFn(&mut u64)) -> f64 {
+async fn insert(db: &PgPool) -> anyhow::Result<()> {
+    let context = Context { correlation_id: "bench".to_owned(), traceparent: None };
+    let (order_id, customer_id) = (Uuid::now_v7(), Uuid::new_v4());
+    let total = json!({"amount": 12500, "currency": "EUR"});
+    let mut tx = db.begin().await?;
+    sqlx::query(
+        "INSERT INTO orders (id, customer_id, status, amount, currency, version)
+         VALUES ($1, $2, 'pending', 12500, 'EUR', 1)",
+    )
+    .bind(order_id)
+    .bind(customer_id)
+    .execute(&mut *tx)
+    .await?;
+    let event = OrderCreated { order_id, customer_id, total };
+    append(&mut tx, AggregateVersion { id: order_id, sequence: 1 }, &event, &context).await?;
+    tx.commit().await?;
+    Ok(())
+}
+
+/// Does `work` again and again on every connection, for a round. Returns how often a second it was done.
+async fn per_second<W>(work: impl Fn() -> W + Clone + Send + 'static) -> f64
+where
+    W: Future<Output = bool> + Send,
+{
     let began = Instant::now();
-    let counts = join_all((0..CONNECTIONS).map(async |_| {
-        let mut count = 0;
-        while began.elapsed() < ROUND {
-            work(&mut count).await;
-        }
-        count
-    }))
-    .await;
+    let mut connections = JoinSet::new();
+    for _ in 0..CONNECTIONS {
+        let work = work.clone();
+        connections.spawn(async move {
+            let mut count = 0;
+            while began.elapsed() < ROUND {
+                count += u64::from(work().await);
+            }
+            count
+        });
+    }
+    let counts = connections.join_all().await;
     counts.into_iter().sum::<u64>() as f64 / began.elapsed().as_secs_f64()
 }
