@@ -16,7 +16,7 @@ pub struct DatabaseConfig {
     /// The service's own PostgreSQL database, such as postgres://user:password@host/name.
     #[arg(long, env, hide_env_values = true)]
     pub database_url: String,
-    /// The most connections this process holds; in a service, half of them for requests.
+    /// The most connections this process holds; in a service, half of them for requests and a quarter for the relay.
     #[arg(long, env, default_value_t = 16, value_parser = clap::value_parser!(u32).range(4..))]
     pub database_pool: u32,
 }

@@ -447,10 +447,12 @@ impl<H: Handler> Consumer<H> {
                         reason,
                         attempts,
                     });
-                    done.push(envelope.id);
                 }
-                Step::Settled(Delivery::Parked) => {}
-                _ => done.push(item.envelope.id),
+                _ => {}
+            }
+            // One that another instance parks at this moment is found to be a duplicate when it comes due.
+            if item.parked.is_some() && !matches!(item.step, Step::Waits(_) | Step::Failed { .. }) {
+                done.push(item.envelope.id);
             }
         }
         inbox::park(&mut tx, self.name(), &parked).await?;

@@ -31,39 +31,50 @@ fn outbox_migrations() -> Migrator {
     migrator
 }
 
-/// The connections of a service, which has two kinds of use for them: so many requests that each waits
-/// for one keep neither relay nor consumer from theirs.
+/// The connections of a service, at most `database_pool` in all, made when they are needed: the database
+/// may be away now. Requests that pile up keep neither relay nor consumer from theirs.
 #[derive(Debug, Clone)]
 pub struct Pools {
-    /// For what clients ask for.
+    /// For what clients ask for: half of them.
     pub requests: PgPool,
-    /// For relay, consumer and whatever else runs by itself.
+    /// For the consumer and whatever else runs by itself: a quarter.
     pub work: PgPool,
+    /// For the relay: a quarter, as of [`relay_pool`].
+    pub relay: PgPool,
 }
 
 impl Pools {
-    /// At most `database_pool` connections, half for each use. As [`pool`] otherwise.
+    /// Connections to the database of `service`.
     ///
     /// # Errors
     /// One line that names the setting where the URL cannot be read.
     pub fn new(config: &DatabaseConfig, service: &str) -> Result<Self, String> {
-        let work = config.database_pool / 2;
-        let of = |connections| pool_of(connections, config, service);
-        Ok(Self { requests: of(config.database_pool - work)?, work: of(work)? })
+        let options = connect_options("DATABASE_URL", &config.database_url, service)?;
+        let quarter = config.database_pool / 4;
+        Ok(Self {
+            requests: pool(config.database_pool - 2 * quarter, options.clone()),
+            work: pool(quarter, options.clone()),
+            relay: pool(quarter, without_waiting_for_the_disk(options)),
+        })
     }
 }
 
-/// A pool of at most `database_pool` connections, made when they are needed: the database may be
-/// away now.
+/// At most `database_pool` connections for a relay. Their commits do not wait for the disk: a claim or a
+/// mark that a crash of the database takes back is one publication more, and takes back all that came
+/// after it, so that the order holds.
 ///
 /// # Errors
 /// One line that names the setting where the URL cannot be read.
-pub fn pool(config: &DatabaseConfig, service: &str) -> Result<PgPool, String> {
-    pool_of(config.database_pool, config, service)
+pub fn relay_pool(config: &DatabaseConfig, service: &str) -> Result<PgPool, String> {
+    let options = connect_options("DATABASE_URL", &config.database_url, service)?;
+    Ok(pool(config.database_pool, without_waiting_for_the_disk(options)))
 }
 
-fn pool_of(connections: u32, config: &DatabaseConfig, service: &str) -> Result<PgPool, String> {
-    let options = connect_options("DATABASE_URL", &config.database_url, service)?;
+fn without_waiting_for_the_disk(options: PgConnectOptions) -> PgConnectOptions {
+    options.options([("synchronous_commit", "off")])
+}
+
+fn pool(connections: u32, options: PgConnectOptions) -> PgPool {
     let pool = PgPoolOptions::new()
         .max_connections(connections)
         .acquire_timeout(Duration::from_secs(3))
@@ -76,7 +87,7 @@ fn pool_of(connections: u32, config: &DatabaseConfig, service: &str) -> Result<P
             Box::pin(async move { Ok(is_fresh || within_a_ping(takes_writes(connection)).await?) })
         })
         .after_release(|connection, _| Box::pin(within_a_ping(takes_writes(connection))));
-    Ok(pool.connect_lazy_with(options))
+    pool.connect_lazy_with(options)
 }
 
 async fn within_a_ping(asking: impl Future<Output = Result<bool, sqlx::Error>>) -> Result<bool, sqlx::Error> {

@@ -132,28 +132,26 @@ ORDER BY event_id
 ON CONFLICT DO NOTHING
 RETURNING event_id";
 
-/// Makes these events the last of their aggregates, takes them out of the parked ones, and makes the
-/// parked events that come next due. Returns how many those are.
+/// Makes these events the last of their aggregates, and makes the parked events that come next due.
+/// Returns how many those are.
 pub(crate) async fn advance(tx: &mut PgConnection, consumer: &str, events: &[&Envelope]) -> Result<u64, sqlx::Error> {
     let sources = column(events, |e| e.source.as_str());
     let aggregates = column(events, |e| e.aggregate.id);
     let sequences = column(events, |e| e.aggregate.sequence);
-    let bound = |sql: &'static str| sqlx::query(sql).bind(consumer).bind(&sources).bind(&aggregates).bind(&sequences);
-    bound(ADVANCE).execute(&mut *tx).await?;
-    let woken = bound(WAKE).execute(tx).await?;
-    Ok(woken.rows_affected())
+    let advance = sqlx::query(ADVANCE).bind(consumer).bind(&sources).bind(&aggregates).bind(&sequences);
+    Ok(advance.execute(tx).await?.rows_affected())
 }
 
-/// The rows are there, and locked: it is always the update.
+/// advanced: the rows are there, and locked; it is always the update.
+/// The rest is under the aggregate's lock, so that an event is either parked before this and woken by
+///   it, or parked after it and due at once: none can be forgotten.
 const ADVANCE: &str = "
-INSERT INTO inbox_sequences (consumer, source, aggregate_id, last_sequence)
-SELECT $1, source, aggregate_id, aggregate_sequence
-FROM unnest($2::text[], $3::uuid[], $4::bigint[]) AS event (source, aggregate_id, aggregate_sequence)
-ON CONFLICT (consumer, source, aggregate_id) DO UPDATE SET last_sequence = excluded.last_sequence";
-
-/// Under the aggregate's lock, so that an event is either parked before this and woken by it, or
-/// parked after it and due at once: none can be forgotten.
-const WAKE: &str = "
+WITH advanced AS (
+    INSERT INTO inbox_sequences (consumer, source, aggregate_id, last_sequence)
+    SELECT $1, source, aggregate_id, aggregate_sequence
+    FROM unnest($2::text[], $3::uuid[], $4::bigint[]) AS event (source, aggregate_id, aggregate_sequence)
+    ON CONFLICT (consumer, source, aggregate_id) DO UPDATE SET last_sequence = excluded.last_sequence
+)
 UPDATE parked_events SET next_attempt_at = now()
 WHERE consumer = $1 AND event_id = ANY (ARRAY(
     SELECT next.event_id

@@ -34,7 +34,7 @@ mod trace;
 
 pub use backoff::Backoff;
 pub use consumer::{Consumer, ConsumerError, Delivery};
-pub use database::{Pools, in_time, is_away, migrate, pool};
+pub use database::{Pools, in_time, is_away, migrate, relay_pool};
 pub use event::{AggregateVersion, Context, Envelope, Event, MESSAGE_ID, Message, StreamPosition, WireError};
 pub use gauges::Gauges;
 pub use handler::{HandleError, Handler, Incoming};

@@ -51,7 +51,7 @@ pub async fn run(config: Config) -> Result<ExitCode, String> {
 
 async fn run_with(gateway: impl Gateway, config: Config) -> Result<ExitCode, String> {
     let _telemetry = outbox_core::telemetry::start(&config.process, SERVICE)?;
-    let Pools { requests, work: db } = Pools::new(&config.database, SERVICE)?;
+    let Pools { requests, work: db, relay: relay_db } = Pools::new(&config.database, SERVICE)?;
     match config.command {
         None => {}
         Some(Command::Health) => return Ok(check_health(config.admin_addr).await),
@@ -63,7 +63,7 @@ async fn run_with(gateway: impl Gateway, config: Config) -> Result<ExitCode, Str
     let http_listener = bind("HTTP_ADDR", config.http_addr).await?;
     let name = stream();
     let stream = Stream::new(broker.clone(), name.clone(), config.stream, config.relaying.relay_publish_timeout);
-    let relay = Relay::new(db.clone(), stream.clone(), config.relaying);
+    let relay = Relay::new(relay_db, stream.clone(), config.relaying);
     let nudge = relay.nudge();
     process.serve_admin(admin_listener, admin(process.health(), db.clone(), broker.clone()));
     process.serve("http", http_listener, http::router(requests.clone(), process.health()));

@@ -58,7 +58,7 @@ async fn run(config: Config) -> Result<ExitCode, String> {
     if let Some(Command::Health) = config.command {
         return Ok(check_health(config.admin_addr).await);
     }
-    let db = outbox_core::pool(&config.database, "outbox-relay")?;
+    let db = outbox_core::relay_pool(&config.database, "outbox-relay")?;
     // The broker knows services, not relays: the user in NATS_URL is the service's, and so is the inbox.
     let mut process = Process::new(&config.process);
     let admin_listener = bind("ADMIN_ADDR", config.admin_addr).await?;

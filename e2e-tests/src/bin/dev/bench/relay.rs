@@ -7,7 +7,7 @@ use e2e_tests::Nats;
 use futures::StreamExt;
 use futures::future::try_join_all;
 use outbox_core::config::{BrokerConfig, DatabaseConfig, RelayConfig, StreamConfig};
-use outbox_core::{Broker, Relay, Stream, StreamName, migrate, pool};
+use outbox_core::{Broker, Relay, Stream, StreamName, migrate, relay_pool};
 use sqlx::migrate::Migrator;
 use sqlx::{Connection, PgConnection, PgPool};
 use tokio_util::sync::CancellationToken;
@@ -115,7 +115,7 @@ impl Outbox {
         let nats = bench.nats().await?;
         let url = bench.postgres.create_database("relay").await?;
         let config = settings::<DatabaseConfig>(&["--database-url", &url, "--database-pool", "20"]);
-        let db = pool(&config, "bench").map_err(anyhow::Error::msg)?;
+        let db = relay_pool(&config, "bench").map_err(anyhow::Error::msg)?;
         migrate(&db, &Migrator::with_migrations(vec![])).await?;
         // Not one of the relay's connections, whose statements must end in time.
         let mut filling = PgConnection::connect(&url).await?;
