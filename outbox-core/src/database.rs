@@ -54,24 +54,28 @@ impl Pools {
         Ok(Self {
             requests: pool(config.database_pool - 2 * quarter, options.clone()),
             work: pool(quarter, options.clone()),
-            relay: pool(quarter, without_waiting_for_the_disk(options)),
+            relay: pool(quarter, for_a_relay(options)),
         })
     }
 }
 
-/// At most `database_pool` connections for a relay. Their commits do not wait for the disk: a claim or a
-/// mark that a crash of the database takes back is one publication more, and takes back all that came
-/// after it, so that the order holds.
+/// At most `database_pool` connections for a relay.
 ///
 /// # Errors
 /// One line that names the setting where the URL cannot be read.
 pub fn relay_pool(config: &DatabaseConfig, service: &str) -> Result<PgPool, String> {
     let options = connect_options("DATABASE_URL", &config.database_url, service)?;
-    Ok(pool(config.database_pool, without_waiting_for_the_disk(options)))
+    Ok(pool(config.database_pool, for_a_relay(options)))
 }
 
-fn without_waiting_for_the_disk(options: PgConnectOptions) -> PgConnectOptions {
-    options.options([("synchronous_commit", "off")])
+fn for_a_relay(options: PgConnectOptions) -> PgConnectOptions {
+    options.options([
+        // A claim or a mark that a crash of the database takes back is one publication more. It takes back
+        // all that came after it too, so that the order holds.
+        ("synchronous_commit", "off"),
+        // A plan that was made while the outbox was empty is kept while it fills.
+        ("enable_seqscan", "off"),
+    ])
 }
 
 fn pool(connections: u32, options: PgConnectOptions) -> PgPool {

@@ -9,7 +9,7 @@
 use std::time::Duration;
 
 use sqlx::postgres::types::PgInterval;
-use sqlx::{PgConnection, PgPool, Row, postgres::PgRow, types::Json};
+use sqlx::{AssertSqlSafe, PgConnection, PgPool, Row, postgres::PgRow, types::Json};
 use uuid::Uuid;
 
 use crate::event::{AggregateVersion, Context, Event};
@@ -167,11 +167,10 @@ pub(crate) async fn claim(
     floor: &Floor,
 ) -> Result<Claim, sqlx::Error> {
     let lease_id = Uuid::now_v7();
-    let rows = sqlx::query(CLAIM)
-        // Planned for this limit: a plan for any limit reads the whole table.
-        .persistent(false)
+    // In the text, so that the plan, which is kept, is one for this limit.
+    let sql = CLAIM.replace("$batch", &batch.to_string());
+    let rows = sqlx::query(AssertSqlSafe(sql))
         .bind(&floor.0)
-        .bind(batch as i64)
         .bind(worker)
         .bind(lease_id)
         .bind(interval(lease))
@@ -224,7 +223,7 @@ WITH candidates AS (
       AND (lock_until IS NULL OR lock_until < now())
       AND created_at >= $1::text::timestamptz
     ORDER BY created_at
-    LIMIT $2
+    LIMIT $batch
     FOR UPDATE SKIP LOCKED
 ), blockers AS MATERIALIZED (
     SELECT aggregate.aggregate_type, aggregate.aggregate_id, blocker.aggregate_sequence,
@@ -255,9 +254,9 @@ WITH candidates AS (
           AND blocker.aggregate_sequence < candidate.aggregate_sequence
 ), taken AS (
     UPDATE outbox_deliveries delivery
-    SET locked_by       = CASE WHEN judged.free THEN $3 END,
-        lease_id        = CASE WHEN judged.free THEN $4::uuid END,
-        lock_until      = CASE WHEN judged.free THEN now() + $5::interval END,
+    SET locked_by       = CASE WHEN judged.free THEN $2 END,
+        lease_id        = CASE WHEN judged.free THEN $3::uuid END,
+        lock_until      = CASE WHEN judged.free THEN now() + $4::interval END,
         next_attempt_at = coalesce(judged.until, delivery.next_attempt_at)
     FROM judged
     WHERE delivery.event_id = judged.event_id AND (judged.free OR judged.until > now())
