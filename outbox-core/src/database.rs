@@ -21,8 +21,9 @@ const MIGRATED_WITHIN: Duration = Duration::from_secs(15 * 60);
 /// How long a connection that is not in use may take to say that it is there.
 const PING_WITHIN: Duration = Duration::from_secs(1);
 
-/// How long a connection that was there is believed to be there.
-const BELIEVED_FOR: Duration = Duration::from_secs(1);
+/// How long a connection that was there is believed to be there: to ask before each use has its cost, and
+/// more requests than were under way when a database falls silent should not wait for it.
+const BELIEVED_FOR: Duration = Duration::from_millis(50);
 
 /// The outbox and inbox tables. Its own bookkeeping table lets it stand beside a service's.
 fn outbox_migrations() -> Migrator {

@@ -181,11 +181,11 @@ async fn tables_that_are_locked_for_longer_than_anyone_waits_delay_everything_an
         for tables in ["outbox_deliveries", "processed_events, parked_events"] {
             tokio::join!(lock(&pair.orders_db, tables, long), lock(&pair.payments_db, tables, long));
         }
-        // The services wait for a lock for ten seconds.
+        // The services wait for a lock for ten seconds. In the order in which a consumer takes them.
         let long = Duration::from_secs(12);
         tokio::join!(
-            lock(&pair.orders_db, "orders, inbox_sequences", long),
-            lock(&pair.payments_db, "payments, inbox_sequences", long)
+            lock(&pair.orders_db, "inbox_sequences, orders", long),
+            lock(&pair.payments_db, "inbox_sequences, payments", long)
         );
         becomes_ready(&pair).await;
     })

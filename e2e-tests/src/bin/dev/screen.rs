@@ -37,8 +37,18 @@ pub fn show_progress() {
 
 /// Shows that `work` is being done, and how long it took.
 pub async fn step<T>(title: &str, work: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<T> {
+    step_of(1, 0, title, work).await
+}
+
+/// The same for one step after the other, with a bar of how many are done.
+pub async fn step_of<T>(
+    all: usize,
+    done: usize,
+    title: &str,
+    work: impl Future<Output = anyhow::Result<T>>,
+) -> anyhow::Result<T> {
     let began = Instant::now();
-    let spinner = std::io::stdout().is_terminal().then(|| spinner(title));
+    let spinner = std::io::stdout().is_terminal().then(|| spinner(all, done, title));
     if spinner.is_none() {
         println!("… {title}");
     }
@@ -51,9 +61,12 @@ pub async fn step<T>(title: &str, work: impl Future<Output = anyhow::Result<T>>)
     result
 }
 
-fn spinner(title: &str) -> ProgressBar {
-    let style = ProgressStyle::with_template("{spinner:.cyan} {msg} {elapsed:.dim}").expect("the template is valid");
-    let spinner = ProgressBar::new_spinner().with_style(style).with_message(title.to_owned());
+fn spinner(all: usize, done: usize, title: &str) -> ProgressBar {
+    let bar = if all > 1 { "{bar:26.cyan/dim} {pos}/{len} " } else { "" };
+    let template = format!("{{spinner:.cyan}} {bar}{{msg}} {{elapsed:.dim}}");
+    let style = ProgressStyle::with_template(&template).expect("the template is valid");
+    let spinner = ProgressBar::new(all as u64).with_style(style).with_message(title.to_owned());
+    spinner.set_position(done as u64);
     spinner.enable_steady_tick(Duration::from_millis(80));
     spinner
 }

@@ -11,7 +11,7 @@ use clap::ValueEnum;
 use e2e_tests::{Nats, Postgres, cargo, workspace};
 use serde::Serialize;
 
-use crate::screen::{BOLD, DIM, GREEN, PLAIN, YELLOW, step};
+use crate::screen::{BOLD, DIM, GREEN, PLAIN, YELLOW, step, step_of};
 
 /// What is measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -124,10 +124,11 @@ pub async fn bench(parts: Vec<Part>, smaller: u64, rate: u64, json: bool) -> any
     let parts = if parts.is_empty() { Part::value_variants().to_vec() } else { parts };
     let postgres = step("PostgreSQL", Postgres::start()).await?;
     let mut bench = Bench { postgres, smaller, rate, part: String::new(), rows: Vec::new() };
-    for part in parts {
+    let all = parts.len();
+    for (done, part) in parts.into_iter().enumerate() {
         bench.part = part.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default();
         let name = bench.part.clone();
-        step(&name, measure(part, &mut bench)).await?;
+        step_of(all, done, &name, measure(part, &mut bench)).await?;
     }
     if json {
         std::println!("{}", serde_json::to_string_pretty(&bench.rows)?);
