@@ -17,7 +17,7 @@ const SETTLED_WITHIN: Duration = Duration::from_secs(600);
 const LOOP_RATE: f64 = 2_500.0;
 /// So many clients place orders, and no more while so many wait to be paid.
 const CLIENTS: usize = 32;
-const WAITING: u64 = 1_000;
+const WAITING: u64 = 5_000;
 const LOAD_FOR: Duration = Duration::from_secs(20);
 const BACKLOG: u64 = 3_000_000;
 

@@ -133,19 +133,23 @@ impl Outbox {
     }
 }
 
-/// Events of many aggregates, shuffled together, as orders are.
+/// Events of many aggregates, shuffled together, as orders are: one each millisecond, under ids that rise
+/// with the time, as they do in a service. Those that are published are from the day before.
 async fn fill(db: &mut PgConnection, events: u64, published: bool) -> anyhow::Result<()> {
     const CHUNK: u64 = 100_000;
     for first in (0..events).step_by(CHUNK as usize) {
         let insert = sqlx::query(
             "WITH event AS (
                 INSERT INTO outbox_events (event_id, aggregate_type, aggregate_id, aggregate_sequence, event_type,
-                                           event_version, payload, headers)
-                SELECT gen_random_uuid(), 'order', md5(($5 || n % $3)::text)::uuid, n / $3 + 1, 'OrderCreated', 1,
+                                           event_version, payload, headers, created_at)
+                SELECT (lpad(to_hex((extract(epoch FROM created_at) * 1000)::bigint), 12, '0')
+                        || left(md5($5 || n), 20))::uuid, 'order', md5(($5 || n % $3)::text)::uuid, n / $3 + 1, 'OrderCreated', 1,
                        jsonb_build_object('order_id', gen_random_uuid(), 'customer_id', gen_random_uuid(),
                                           'total', jsonb_build_object('amount', 12500, 'currency', 'EUR')),
-                       '{\"correlationid\": \"0197a5c0-0000-7000-8000-000000000001\"}'
-                FROM generate_series($1::bigint, $2::bigint - 1) AS n
+                       '{\"correlationid\": \"0197a5c0-0000-7000-8000-000000000001\"}', created_at
+                FROM generate_series($1::bigint, $2::bigint - 1) AS n,
+                     LATERAL (SELECT now() - CASE WHEN $4 THEN interval '1 day' ELSE interval '1 hour' END
+                                     + n * interval '1 millisecond' AS created_at) AS time
                 RETURNING *
             )
             INSERT INTO outbox_deliveries (event_id, aggregate_type, aggregate_id, aggregate_sequence, created_at, published_at)
