@@ -4,13 +4,21 @@ use std::time::{Duration, Instant};
 
 use e2e_tests::{Pair, Service, eventually, http_client};
 use futures::future::join_all;
-use serde_json::Value;
+use outbox_core::{AggregateVersion, append};
+use serde_json::{Value, json};
 use uuid::Uuid;
 
+use crate::fixture::{ThingHappened, context};
 use crate::http::{Answer, SOON, order_of, send, try_send};
 
 /// The default of the setting of this name.
 const SHUTDOWN_GRACE: Duration = Duration::from_secs(10);
+
+/// Half of the default of `DATABASE_POOL`.
+const CONNECTIONS_FOR_REQUESTS: i64 = 8;
+
+/// Before any of them gives up waiting for a lock.
+const MEANWHILE: Duration = Duration::from_secs(5);
 
 /// Turned away, however the database is away, within this time.
 const TURNED_AWAY_WITHIN: Duration = Duration::from_secs(10);
@@ -159,4 +167,50 @@ async fn a_service_that_starts_without_its_database_turns_clients_away_until_it_
     pair.postgres().start_again().await.unwrap();
     becomes_ready(&pair).await;
     assert_eq!(post(&pair.orders[0], customer, "a-key").await.status, 201);
+}
+
+#[tokio::test]
+async fn requests_that_pile_up_do_not_keep_the_relay_from_the_database() {
+    let pair = Pair::start().await;
+    let paid = pair.place(100, "EUR").await;
+    pair.order_becomes(paid.id, "paid").await;
+
+    let mut held = pair.orders_db.begin().await.unwrap();
+    sqlx::query("LOCK TABLE idempotency_keys").execute(&mut *held).await.unwrap();
+    let requests: Vec<_> = (0..100)
+        .map(|n| {
+            let request = http_client().post(pair.orders[0].url("/orders")).header("idempotency-key", n.to_string());
+            tokio::spawn(send(request.json(&order_of(Uuid::new_v4()))))
+        })
+        .collect();
+    let connections_in_wait = async || -> i64 {
+        let waiting = "SELECT count(*) FROM pg_stat_activity
+                       WHERE datname = current_database() AND wait_event_type = 'Lock'";
+        sqlx::query_scalar(waiting).fetch_one(&pair.orders_db).await.unwrap()
+    };
+    eventually(SOON, "requests hold all the connections that they may", async || match connections_in_wait().await {
+        CONNECTIONS_FOR_REQUESTS => Ok(()),
+        fewer => Err(fewer),
+    })
+    .await;
+
+    // The relay needs nothing that the requests wait for.
+    let mut tx = pair.orders_db.begin().await.unwrap();
+    let aggregate = AggregateVersion { id: Uuid::now_v7(), sequence: 1 };
+    let event = append(&mut tx, aggregate, &ThingHappened(json!({})), &context()).await.unwrap();
+    tx.commit().await.unwrap();
+    eventually(MEANWHILE, "the event is published and has taken effect", async || {
+        let processed = sqlx::query_scalar("SELECT count(*) FROM processed_events WHERE event_id = $1").bind(event);
+        match processed.fetch_one(&pair.payments_db).await.unwrap() {
+            1 => Ok(()),
+            other => Err::<(), i64>(other),
+        }
+    })
+    .await;
+    assert_eq!(connections_in_wait().await, CONNECTIONS_FOR_REQUESTS, "they do still");
+    held.rollback().await.unwrap();
+    for request in requests {
+        let status = request.await.unwrap().status;
+        assert!([201, 503].contains(&status), "{status}");
+    }
 }
