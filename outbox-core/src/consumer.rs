@@ -533,7 +533,7 @@ impl<H: Handler> Consumer<H> {
         let envelope = &item.envelope;
         tracing::warn!(
             event_id = %envelope.id, aggregate_id = %envelope.aggregate.id,
-            correlation_id = envelope.context.correlation_id, trace_id = envelope.context.traceparent.as_deref().map(trace::trace_id),
+            correlation_id = envelope.context.correlation_id, trace_id = envelope.context.trace_id(),
             attempts, error, "the event was not handled yet"
         );
         let failures = self.outage().batches.max(attempts as u32).max(1);
@@ -558,7 +558,7 @@ fn log_dead_letter(letter: &DeadLetter<'_>) {
         event_id = letter.event_id.map(tracing::field::display),
         aggregate_id = letter.envelope.map(|envelope| tracing::field::display(envelope.aggregate.id)),
         correlation_id = letter.envelope.map(|envelope| &*envelope.context.correlation_id),
-        trace_id = letter.envelope.and_then(|envelope| envelope.context.traceparent.as_deref()).map(trace::trace_id),
+        trace_id = letter.envelope.and_then(|envelope| envelope.context.trace_id()),
         subject = letter.message.subject,
         attempts = letter.attempts,
         error = letter.reason,

@@ -41,6 +41,13 @@ pub struct Context {
     pub traceparent: Option<String>,
 }
 
+impl Context {
+    /// The trace's id, for the log.
+    pub(crate) fn trace_id(&self) -> Option<&str> {
+        Some(self.traceparent.as_deref()?.split('-').nth(1).unwrap_or_default())
+    }
+}
+
 /// A message as a broker carries it: what the relay sends and what a consumer is given.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Message {

@@ -146,6 +146,12 @@ pub(crate) struct ClaimedEvent {
     pub(crate) attempts: i32,
 }
 
+impl ClaimedEvent {
+    pub(crate) fn is_of_the_aggregate_of(&self, other: &Self) -> bool {
+        self.aggregate.id == other.aggregate.id && self.aggregate_type == other.aggregate_type
+    }
+}
+
 /// A bound on `created_at` where a claim starts its search, in the database's own notation: a hint
 /// that keeps the scan off what is done or must wait, never a rule.
 #[derive(Debug, Clone, PartialEq, Eq)]

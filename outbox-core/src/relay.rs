@@ -22,7 +22,7 @@ use uuid::Uuid;
 use crate::config::RelayConfig;
 use crate::crash_point;
 use crate::database::in_time;
-use crate::event::{Envelope, Message, WireError};
+use crate::event::{Context, Envelope, Message, WireError};
 use crate::jetstream::{FailureKind, PublishFailure, Stream, describe, permanent};
 use crate::measure;
 use crate::outbox::{self, Claim, ClaimedEvent, Failure, Floor};
@@ -173,10 +173,8 @@ impl Relay {
                 () = tokio::time::sleep(wait) => {}
             }
         }
-        while !in_flight.is_empty() {
-            if let Err(error) = finish(&mut in_flight, 0).await {
-                tracing::warn!(error = describe(&error), "a batch was not settled; its leases run out");
-            }
+        if let Err(error) = finish(&mut in_flight, 0).await {
+            tracing::warn!(error = describe(&error), "a batch was not settled; its leases run out");
         }
     }
 
@@ -252,12 +250,9 @@ impl Relay {
 
     /// Publishes aggregates side by side, and the events of each one after the other.
     async fn publish<'a>(&self, claim: &'a Claim, lease: &Lease, shutdown: &CancellationToken) -> Vec<Outcome<'a>> {
-        let same_aggregate = |a: &ClaimedEvent, b: &ClaimedEvent| {
-            a.aggregate.id == b.aggregate.id && a.aggregate_type == b.aggregate_type
-        };
         let publishing: FuturesUnordered<_> = claim
             .events
-            .chunk_by(same_aggregate)
+            .chunk_by(ClaimedEvent::is_of_the_aggregate_of)
             .map(|events| self.publish_in_order(events, lease, shutdown))
             .collect();
         let renewing = self.keep_lease(claim, lease);
@@ -397,7 +392,7 @@ impl Relay {
         let (event_id, aggregate_id, attempts, error) = (event.id, event.aggregate.id, attempt, &failure.reason);
         let context = event.context.as_ref();
         let correlation_id = context.map(|context| &*context.correlation_id);
-        let trace_id = context.and_then(|context| context.traceparent.as_deref()).map(trace::trace_id);
+        let trace_id = context.and_then(Context::trace_id);
         if is_final {
             measure::count(measure::FAILED, &event.event_type);
             tracing::error!(%event_id, %aggregate_id, correlation_id, trace_id, attempts, error, "the event cannot be published");

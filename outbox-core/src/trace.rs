@@ -69,8 +69,3 @@ pub(crate) fn process(consumer: &str, envelope: &mut Envelope) -> Span {
     }
     span
 }
-
-/// The id of the trace, for the log.
-pub(crate) fn trace_id(traceparent: &str) -> &str {
-    traceparent.split('-').nth(1).unwrap_or_default()
-}

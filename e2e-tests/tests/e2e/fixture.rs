@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use clap::{Args, Parser};
-use e2e_tests::{Nats, Postgres};
+use e2e_tests::{Nats, Postgres, eventually};
 use outbox_core::config::{BrokerConfig, ConsumerConfig, RelayConfig, StreamConfig};
 use outbox_core::{
     AggregateVersion, Broker, Context, Envelope, Event, Message, Published, Relay, Stream, StreamName, append, migrate,
@@ -14,6 +14,8 @@ use serde_json::{Value, json};
 use sqlx::migrate::Migrator;
 use sqlx::{PgPool, Row, postgres::PgPoolOptions};
 use uuid::Uuid;
+
+use crate::faults::count;
 
 /// Something to wait for is there within this time, however slow the machine.
 pub const SOON: Duration = Duration::from_secs(30);
@@ -184,8 +186,15 @@ impl Outbox {
     }
 
     pub async fn count(&self, condition: &'static str) -> i64 {
-        let sql = format!("SELECT count(*) FROM outbox_deliveries WHERE {condition}");
-        sqlx::query_scalar(sqlx::AssertSqlSafe(sql)).fetch_one(&self.db).await.unwrap()
+        count(&self.db, condition).await
+    }
+
+    pub async fn all_are_published(&self) {
+        eventually(SOON, "all are published", async || match self.count("published_at IS NULL").await {
+            0 => Ok(()),
+            left => Err(left),
+        })
+        .await;
     }
 }
 

@@ -87,11 +87,7 @@ async fn two_operators_requeue_each_event_once_while_relays_run() {
     let requeued: i64 = ctl.actions().await.iter().map(|(_, _, how_many, ..)| how_many).sum();
     assert_eq!(requeued, 100);
 
-    eventually(SOON, "all are published", async || match outbox.count("published_at IS NULL").await {
-        0 => Ok(()),
-        left => Err(left),
-    })
-    .await;
+    outbox.all_are_published().await;
     stop.cancel();
     join_all(relays).await;
     for aggregate in aggregates {
@@ -186,11 +182,7 @@ async fn operators_release_and_purge_at_once_beside_retention_and_a_relay() {
     let actions = ctl.actions().await;
     assert_eq!((done("purge", &actions), done("release", &actions)), (removed, 50), "{actions:?}");
 
-    eventually(SOON, "all are published", async || match outbox.count("published_at IS NULL").await {
-        0 => Ok(()),
-        left => Err(left),
-    })
-    .await;
+    outbox.all_are_published().await;
     stop.cancel();
     relay.await.unwrap();
     for aggregate in held {

@@ -46,11 +46,7 @@ async fn three_relays_publish_every_event_once_and_each_aggregate_in_order() {
         }
     }))
     .await;
-    eventually(SOON, "all are published", async || match outbox.count("published_at IS NULL").await {
-        0 => Ok(()),
-        left => Err(left),
-    })
-    .await;
+    outbox.all_are_published().await;
     stop.cancel();
     join_all(relays).await;
 
@@ -307,11 +303,7 @@ async fn an_outage_counts_against_nobody_and_everything_is_published_after_it() 
     let stop = CancellationToken::new();
     let running = tokio::spawn(relay.run(stop.clone()));
     nats.thaw().await.unwrap();
-    eventually(SOON, "all are published", async || match outbox.count("published_at IS NULL").await {
-        0 => Ok(()),
-        left => Err(left),
-    })
-    .await;
+    outbox.all_are_published().await;
     stop.cancel();
     running.await.unwrap();
     assert_eq!(outbox.count("attempts > 0").await, 0);

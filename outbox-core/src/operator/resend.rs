@@ -264,9 +264,7 @@ async fn send_chunk(
     events: &[ClaimedEvent],
     message_id: impl Fn(&ClaimedEvent) -> String,
 ) -> Result<(), (usize, OperatorError)> {
-    let same_aggregate =
-        |a: &ClaimedEvent, b: &ClaimedEvent| a.aggregate.id == b.aggregate.id && a.aggregate_type == b.aggregate_type;
-    let sending = events.chunk_by(same_aggregate).map(async |events| {
+    let sending = events.chunk_by(ClaimedEvent::is_of_the_aggregate_of).map(async |events| {
         for (sent, event) in events.iter().enumerate() {
             send_one(stream, event, message_id(event)).await.map_err(|error| (sent, error))?;
         }

@@ -11,7 +11,7 @@ use sqlx::postgres::PgPoolOptions;
 use tokio::task::JoinSet;
 use uuid::Uuid;
 
-use super::Bench;
+use super::{Bench, an_order};
 
 const CONNECTIONS: usize = 32;
 const ROUNDS: usize = 3;
@@ -81,8 +81,7 @@ async fn order_service(bench: &Bench, broker: &str, relay: &str) -> anyhow::Resu
 async fn posts(service: &Service) -> f64 {
     let (http, url) = (http_client(), service.url("/orders"));
     per_second(move || {
-        let body = json!({"customer_id": Uuid::new_v4(), "total": {"amount": 12500, "currency": "EUR"}});
-        let request = http.post(&url).json(&body).send();
+        let request = http.post(&url).json(&an_order()).send();
         async move { request.await.is_ok_and(|answer| answer.status() == 201) }
     })
     .await

@@ -10,6 +10,7 @@ use anyhow::ensure;
 use clap::ValueEnum;
 use e2e_tests::{Nats, Postgres, cargo, workspace};
 use serde::Serialize;
+use uuid::Uuid;
 
 use crate::screen::{BOLD, DIM, GREEN, PLAIN, YELLOW, step, step_of};
 
@@ -114,6 +115,11 @@ impl Bench {
     pub async fn nats(&self) -> anyhow::Result<Nats> {
         Nats::start().await
     }
+}
+
+/// What a client asks for.
+fn an_order() -> serde_json::Value {
+    serde_json::json!({"customer_id": Uuid::new_v4(), "total": {"amount": 12500, "currency": "EUR"}})
 }
 
 /// Measures these parts, or all, and shows a table or, on standard output, JSON.

@@ -5,12 +5,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use e2e_tests::{Nats, Service, http_client, wait_until};
-use serde_json::json;
 use sqlx::PgPool;
 use tokio::task::JoinSet;
 use uuid::Uuid;
 
-use super::Bench;
+use super::{Bench, an_order};
 
 const START_WITHIN: Duration = Duration::from_secs(60);
 const SETTLED_WITHIN: Duration = Duration::from_secs(600);
@@ -51,8 +50,7 @@ impl Pair {
         let mut sent = 0;
         while began.elapsed() < length {
             while sent < (began.elapsed().as_secs_f64() * rate as f64) as u64 {
-                let body = json!({"customer_id": Uuid::new_v4(), "total": {"amount": 12500, "currency": "EUR"}});
-                let request = http.post(&url).json(&body).send();
+                let request = http.post(&url).json(&an_order()).send();
                 requests.spawn(async move { request.await.is_ok_and(|answer| answer.status() == 201) });
                 sent += 1;
             }
@@ -73,8 +71,7 @@ impl Pair {
                         tokio::time::sleep(Duration::from_millis(1)).await;
                         continue;
                     }
-                    let body = json!({"customer_id": Uuid::new_v4(), "total": {"amount": 12500, "currency": "EUR"}});
-                    let answer = http.post(&url).json(&body).send().await;
+                    let answer = http.post(&url).json(&an_order()).send().await;
                     let is_placed = answer.is_ok_and(|answer| answer.status() == 201);
                     orders.placed.fetch_add(u64::from(is_placed), Ordering::Relaxed);
                 }
@@ -96,14 +93,14 @@ impl Pair {
         Ok(())
     }
 
-    async fn count(&self, condition: &'static str) -> anyhow::Result<u64> {
-        let sql = format!("SELECT count(*) FROM orders WHERE {condition}");
-        let count: i64 = sqlx::query_scalar(sqlx::AssertSqlSafe(sql)).fetch_one(&self.orders_db).await?;
+    async fn count_pending(&self) -> anyhow::Result<u64> {
+        let sql = "SELECT count(*) FROM orders WHERE status = 'pending'";
+        let count: i64 = sqlx::query_scalar(sql).fetch_one(&self.orders_db).await?;
         Ok(count as u64)
     }
 
     async fn settled(&self) -> anyhow::Result<()> {
-        wait_until(SETTLED_WITHIN, "all orders are paid", async || match self.count("status = 'pending'").await {
+        wait_until(SETTLED_WITHIN, "all orders are paid", async || match self.count_pending().await {
             Ok(0) => Ok(()),
             other => Err(other),
         })
@@ -230,7 +227,7 @@ pub async fn backlog(bench: &mut Bench) -> anyhow::Result<()> {
         orders_peak = orders_peak.max(megabytes(&pair.orders).await);
         payments_peak = payments_peak.max(megabytes(&pair.payments).await);
         tokio::time::sleep(Duration::from_millis(500)).await;
-        match pair.count("status = 'pending'").await {
+        match pair.count_pending().await {
             Ok(0) => Ok(()),
             other => Err(other),
         }
