@@ -401,6 +401,40 @@ async fn a_nudge_wakes_an_idle_relay_at_once() {
 }
 
 #[tokio::test]
+async fn after_a_claim_of_many_events_the_relay_rests_whatever_nudges_it() {
+    let nats = Nats::start().await.unwrap();
+    let outbox = Outbox::on(&nats).await;
+    let relay = outbox.relay(&["--relay-poll-min", "1h", "--relay-poll-max", "1h"]);
+    let nudge = relay.nudge();
+    let stop = CancellationToken::new();
+    let running = tokio::spawn(relay.run(stop.clone()));
+    outbox.append(Uuid::now_v7(), 1).await;
+    nudge.nudge();
+    outbox.all_are_published().await;
+
+    // Without acks the leases stay, which tell when each claim was.
+    nats.freeze().await.unwrap();
+    outbox.insert(Uuid::now_v7(), 1..=25, THING).await;
+    nudge.nudge();
+    let mut claims: Vec<i64> = Vec::new();
+    let until = Instant::now() + SOON;
+    while claims.len() < 2 {
+        assert!(Instant::now() < until, "{claims:?}");
+        outbox.append(Uuid::now_v7(), 1).await;
+        nudge.nudge();
+        let claimed_at = "SELECT DISTINCT (extract(epoch FROM lock_until) * 1000)::bigint FROM outbox_deliveries
+                          WHERE lock_until IS NOT NULL ORDER BY 1";
+        claims = sqlx::query_scalar(claimed_at).fetch_all(&outbox.db).await.unwrap();
+    }
+    assert!(claims[1] - claims[0] >= 25, "{claims:?}");
+
+    nats.thaw().await.unwrap();
+    outbox.all_are_published().await;
+    stop.cancel();
+    running.await.unwrap();
+}
+
+#[tokio::test]
 async fn without_any_nudge_polling_finds_every_event() {
     let outbox = Outbox::new().await;
     let stop = CancellationToken::new();

@@ -7,18 +7,23 @@ use e2e_tests::{Nats, Service};
 use futures::StreamExt;
 use sqlx::PgPool;
 
-use super::Bench;
 use super::relay::{message, stream};
+use super::{Bench, in_turn};
 
 const MESSAGES: u64 = 200_000;
 const IN_FLIGHT: usize = 1_000;
 
 pub async fn consumer(bench: &mut Bench) -> anyhow::Result<()> {
     let count = MESSAGES / bench.smaller;
-    let nats = bench.nats().await?;
-    fill(&nats, count).await?;
-    let limit = without_database(&nats, count).await?;
+    let (value, limit) =
+        in_turn(async || with_database(bench, count).await, async || without_database(bench, count).await).await?;
+    bench.against("inbox and payment", "events/s", value, limit, 0.2);
+    bench.at_least("inbox and payment", "events/s", value, 15_000.0);
+    Ok(())
+}
 
+async fn with_database(bench: &Bench, count: u64) -> anyhow::Result<f64> {
+    let nats = full_stream(bench, count).await?;
     let database = bench.postgres.create_database("payments").await?;
     let settings = [("DATABASE_URL", &*database), ("NATS_URL", nats.url()), ("RELAY", "off"), ("RUST_LOG", "warn")];
     let service = Service::start("payment-service", &settings).await?;
@@ -28,10 +33,7 @@ pub async fn consumer(bench: &mut Bench) -> anyhow::Result<()> {
     while processed(&db).await? < count {
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
-    let value = (count - first) as f64 / began.elapsed().as_secs_f64();
-    bench.against("inbox and payment", "events/s", value, limit, 0.2);
-    bench.at_least("inbox and payment", "events/s", value, 15_000.0);
-    Ok(())
+    Ok((count - first) as f64 / began.elapsed().as_secs_f64())
 }
 
 async fn processed(db: &PgPool) -> anyhow::Result<u64> {
@@ -39,8 +41,10 @@ async fn processed(db: &PgPool) -> anyhow::Result<u64> {
     Ok(count as u64)
 }
 
-async fn fill(nats: &Nats, count: u64) -> anyhow::Result<()> {
-    let jetstream = stream(nats, "orders").await?;
+/// A broker whose stream holds so many events.
+async fn full_stream(bench: &Bench, count: u64) -> anyhow::Result<Nats> {
+    let nats = bench.nats().await?;
+    let jetstream = stream(&nats, "orders").await?;
     let publish = |_| {
         let (headers, payload) = message();
         let jetstream = jetstream.clone();
@@ -50,10 +54,11 @@ async fn fill(nats: &Nats, count: u64) -> anyhow::Result<()> {
     while let Some(ack) = acks.next().await {
         ack?;
     }
-    Ok(())
+    Ok(nats)
 }
 
-async fn without_database(nats: &Nats, count: u64) -> anyhow::Result<f64> {
+async fn without_database(bench: &Bench, count: u64) -> anyhow::Result<f64> {
+    let nats = full_stream(bench, count).await?;
     let stream = nats.jetstream().await?.get_stream("ORDERS").await?;
     let config = pull::Config { durable_name: Some("limit".to_owned()), ..Default::default() };
     let consumer = stream.create_consumer(config).await?;

@@ -11,10 +11,9 @@ use sqlx::postgres::PgPoolOptions;
 use tokio::task::JoinSet;
 use uuid::Uuid;
 
-use super::{Bench, an_order};
+use super::{Bench, an_order, in_turn};
 
 const CONNECTIONS: usize = 32;
-const ROUNDS: usize = 3;
 const ROUND: Duration = Duration::from_secs(5);
 const START_WITHIN: Duration = Duration::from_secs(60);
 
@@ -36,12 +35,8 @@ pub async fn http(bench: &mut Bench) -> anyhow::Result<()> {
     let broker = format!("nats://127.0.0.1:{}", free_port());
     let (service, url) = order_service(bench, &broker, "off").await?;
     let db = PgPoolOptions::new().max_connections(CONNECTIONS as u32).connect(&url).await?;
-    let (mut over_http, mut over_sql) = (0.0, 0.0);
-    for _ in 0..ROUNDS {
-        over_http += posts(&service).await;
-        over_sql += inserts(&db).await;
-    }
-    bench.against("orders over HTTP", "orders/s", over_http / ROUNDS as f64, over_sql / ROUNDS as f64, 0.7);
+    let (over_http, over_sql) = in_turn(async || Ok(posts(&service).await), async || Ok(inserts(&db).await)).await?;
+    bench.against("orders over HTTP", "orders/s", over_http, over_sql, 0.7);
     Ok(())
 }
 
@@ -49,12 +44,7 @@ pub async fn http_with_relay(bench: &mut Bench) -> anyhow::Result<()> {
     let nats = bench.nats().await?;
     let (with, _) = order_service(bench, nats.url(), "embedded").await?;
     let (without, _) = order_service(bench, nats.url(), "off").await?;
-    let (mut rate_with, mut rate_without) = (0.0, 0.0);
-    for _ in 0..ROUNDS {
-        rate_with += posts(&with).await;
-        rate_without += posts(&without).await;
-    }
-    let (value, limit) = (rate_with / ROUNDS as f64, rate_without / ROUNDS as f64);
+    let (value, limit) = in_turn(async || Ok(posts(&with).await), async || Ok(posts(&without).await)).await?;
     bench.against("orders while published", "orders/s", value, limit, 0.6);
     Ok(())
 }

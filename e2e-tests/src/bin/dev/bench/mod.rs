@@ -64,7 +64,7 @@ pub struct Row {
 /// Where it is measured, and how much of it.
 pub struct Bench {
     pub postgres: Postgres,
-    /// Everything is this many times smaller than the issue asks for.
+    /// Everything is this many times smaller than it is meant to be.
     pub smaller: u64,
     /// Orders a second in the part `latency`.
     pub rate: u64,
@@ -115,6 +115,22 @@ impl Bench {
     pub async fn nats(&self) -> anyhow::Result<Nats> {
         Nats::start().await
     }
+}
+
+/// Both sides of a comparison are measured so often.
+const ROUNDS: u32 = 3;
+
+/// Measures two rates in turn, so that a machine that slows down slows both. Returns the mean of each.
+async fn in_turn(
+    mut one: impl AsyncFnMut() -> anyhow::Result<f64>,
+    mut other: impl AsyncFnMut() -> anyhow::Result<f64>,
+) -> anyhow::Result<(f64, f64)> {
+    let (mut ones, mut others) = (0.0, 0.0);
+    for _ in 0..ROUNDS {
+        ones += one().await?;
+        others += other().await?;
+    }
+    Ok((ones / f64::from(ROUNDS), others / f64::from(ROUNDS)))
 }
 
 /// What a client asks for.

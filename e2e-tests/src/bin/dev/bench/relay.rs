@@ -13,7 +13,7 @@ use sqlx::{Connection, PgConnection, PgPool};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use super::Bench;
+use super::{Bench, in_turn};
 
 const EVENTS: u64 = 300_000;
 const AGGREGATES: u64 = 65_000;
@@ -31,8 +31,8 @@ fn settings<C: clap::Args>(flags: &[&str]) -> C {
 }
 
 pub async fn relay(bench: &mut Bench) -> anyhow::Result<()> {
-    let drained = drain(bench, 1, 0, false).await?;
-    let limit = pipelined(bench).await?;
+    let outbox = Outbox::new(bench, 0).await?;
+    let (drained, limit) = in_turn(async || outbox.drain(1).await, async || pipelined(bench).await).await?;
     bench.against("drain in order", "events/s", drained, limit, 0.35);
     if limit >= 100_000.0 {
         bench.at_least("drain in order", "events/s", drained, 30_000.0);
@@ -41,29 +41,31 @@ pub async fn relay(bench: &mut Bench) -> anyhow::Result<()> {
 }
 
 pub async fn retained(bench: &mut Bench) -> anyhow::Result<()> {
-    let plain = drain(bench, 1, 0, false).await?;
-    let value = drain(bench, 1, RETAINED / bench.smaller, false).await?;
+    let (full, empty) = (Outbox::new(bench, RETAINED / bench.smaller).await?, Outbox::new(bench, 0).await?);
+    let (value, plain) = in_turn(async || full.drain(1).await, async || empty.drain(1).await).await?;
     bench.against("drain with events kept", "events/s", value, plain, 0.9);
     Ok(())
 }
 
 pub async fn old_snapshot(bench: &mut Bench) -> anyhow::Result<()> {
-    let plain = drain(bench, 1, 0, false).await?;
-    let value = drain(bench, 1, 0, true).await?;
+    let (pinned, free) = (Outbox::new(bench, 0).await?, Outbox::new(bench, 0).await?);
+    let (value, plain) =
+        in_turn(async || pinned.drain_under_old_snapshot().await, async || free.drain(1).await).await?;
     bench.against("drain under an old snapshot", "events/s", value, plain, 0.6);
     Ok(())
 }
 
 pub async fn several(bench: &mut Bench, relays: usize) -> anyhow::Result<()> {
-    let one = drain(bench, 1, 0, false).await?;
-    let value = drain(bench, relays, 0, false).await?;
+    let outbox = Outbox::new(bench, 0).await?;
+    let (value, one) = in_turn(async || outbox.drain(relays).await, async || outbox.drain(1).await).await?;
     bench.against(&format!("{relays} relays"), "events/s", value, one, 1.0);
     Ok(())
 }
 
 /// Drains an outbox batch by batch.
 pub async fn claims(bench: &mut Bench) -> anyhow::Result<()> {
-    let outbox = Outbox::filled(bench, 0).await?;
+    let outbox = Outbox::new(bench, 0).await?;
+    outbox.fill(outbox.events, false).await?;
     let relay = outbox.relay().await?;
     let mut batches = Vec::new();
     loop {
@@ -80,48 +82,57 @@ pub async fn claims(bench: &mut Bench) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Fills an outbox and drains it. Returns events a second.
-async fn drain(bench: &Bench, relays: usize, retained: u64, pinned: bool) -> anyhow::Result<f64> {
-    let outbox = Outbox::filled(bench, retained).await?;
-    let mut old = PgConnection::connect(&outbox.url).await?;
-    if pinned {
-        sqlx::raw_sql("BEGIN ISOLATION LEVEL REPEATABLE READ; SELECT count(*) FROM outbox_source")
-            .execute(&mut old)
-            .await?;
-    }
-    let mut relays = try_join_all((0..relays).map(|_| outbox.relay())).await?;
-    let shutdown = CancellationToken::new();
-    let began = Instant::now();
-    let running: Vec<_> = relays.drain(..).map(|relay| tokio::spawn(relay.run(shutdown.clone()))).collect();
-    let anything_left = "SELECT EXISTS (SELECT FROM outbox_deliveries WHERE published_at IS NULL)";
-    while sqlx::query_scalar(anything_left).fetch_one(&outbox.db).await? {
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
-    let took = began.elapsed();
-    shutdown.cancel();
-    try_join_all(running).await?;
-    Ok((EVENTS / bench.smaller) as f64 / took.as_secs_f64())
-}
-
 /// An outbox of its own, and a broker with nothing in it.
 struct Outbox {
     url: String,
     db: PgPool,
     nats: Nats,
+    events: u64,
 }
 
 impl Outbox {
-    async fn filled(bench: &Bench, retained: u64) -> anyhow::Result<Self> {
+    /// With so many events in it that are published and kept.
+    async fn new(bench: &Bench, retained: u64) -> anyhow::Result<Self> {
         let nats = bench.nats().await?;
         let url = bench.postgres.create_database("relay").await?;
         let config = settings::<DatabaseConfig>(&["--database-url", &url, "--database-pool", "20"]);
         let db = relay_pool(&config, "bench").map_err(anyhow::Error::msg)?;
         migrate(&db, &Migrator::with_migrations(vec![])).await?;
-        // Not one of the relay's connections, whose statements must end in time.
-        let mut filling = PgConnection::connect(&url).await?;
-        fill(&mut filling, retained, true).await?;
-        fill(&mut filling, EVENTS / bench.smaller, false).await?;
-        Ok(Self { url, db, nats })
+        let outbox = Self { url, db, nats, events: EVENTS / bench.smaller };
+        outbox.fill(retained, true).await?;
+        Ok(outbox)
+    }
+
+    /// Fills it and lets relays drain it. Returns events a second.
+    async fn drain(&self, relays: usize) -> anyhow::Result<f64> {
+        self.fill(self.events, false).await?;
+        self.drained_by(relays).await
+    }
+
+    /// The same while a transaction that is older than all of it stays open.
+    async fn drain_under_old_snapshot(&self) -> anyhow::Result<f64> {
+        self.fill(self.events, false).await?;
+        let mut old = PgConnection::connect(&self.url).await?;
+        let pin = "BEGIN ISOLATION LEVEL REPEATABLE READ; SELECT count(*) FROM outbox_source";
+        sqlx::raw_sql(pin).execute(&mut old).await?;
+        let rate = self.drained_by(1).await?;
+        old.close().await?;
+        Ok(rate)
+    }
+
+    async fn drained_by(&self, relays: usize) -> anyhow::Result<f64> {
+        let mut relays = try_join_all((0..relays).map(|_| self.relay())).await?;
+        let shutdown = CancellationToken::new();
+        let began = Instant::now();
+        let running: Vec<_> = relays.drain(..).map(|relay| tokio::spawn(relay.run(shutdown.clone()))).collect();
+        let anything_left = "SELECT EXISTS (SELECT FROM outbox_deliveries WHERE published_at IS NULL)";
+        while sqlx::query_scalar(anything_left).fetch_one(&self.db).await? {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        let took = began.elapsed();
+        shutdown.cancel();
+        try_join_all(running).await?;
+        Ok(self.events as f64 / took.as_secs_f64())
     }
 
     async fn relay(&self) -> anyhow::Result<Relay> {
@@ -131,47 +142,48 @@ impl Outbox {
         stream.ensure().await?;
         Ok(Relay::new(self.db.clone(), stream, settings::<RelayConfig>(&[])))
     }
+
+    /// Writes events of many aggregates, shuffled together, as orders are: one each millisecond, under ids
+    /// that rise with the time, as they do in a service.
+    async fn fill(&self, events: u64, published: bool) -> anyhow::Result<()> {
+        const CHUNK: u64 = 100_000;
+        // Not one of the relay's connections, whose statements must end in time.
+        let mut db = PgConnection::connect(&self.url).await?;
+        let written: i64 = sqlx::query_scalar("SELECT count(*) FROM outbox_events").fetch_one(&mut db).await?;
+        let first = written as u64;
+        let until = first + events;
+        for chunk in (first..until).step_by(CHUNK as usize) {
+            sqlx::query(WRITE)
+                .bind(chunk as i64)
+                .bind((chunk + CHUNK).min(until) as i64)
+                .bind(AGGREGATES as i64)
+                .bind(published)
+                .execute(&mut db)
+                .await?;
+        }
+        for tidy in ["VACUUM ANALYZE outbox_deliveries", "VACUUM ANALYZE outbox_events", "CHECKPOINT"] {
+            sqlx::raw_sql(tidy).execute(&mut db).await?;
+        }
+        Ok(())
+    }
 }
 
-/// Events of many aggregates, shuffled together, as orders are: one each millisecond, under ids that rise
-/// with the time, as they do in a service. Those that are published are from the day before.
-async fn fill(db: &mut PgConnection, events: u64, published: bool) -> anyhow::Result<()> {
-    const CHUNK: u64 = 100_000;
-    for first in (0..events).step_by(CHUNK as usize) {
-        let insert = sqlx::query(
-            "WITH event AS (
-                INSERT INTO outbox_events (event_id, aggregate_type, aggregate_id, aggregate_sequence, event_type,
-                                           event_version, payload, headers, created_at)
-                SELECT (lpad(to_hex((extract(epoch FROM created_at) * 1000)::bigint), 12, '0')
-                        || left(md5($5 || n), 20))::uuid, 'order', md5(($5 || n % $3)::text)::uuid, n / $3 + 1, 'OrderCreated', 1,
-                       jsonb_build_object('order_id', gen_random_uuid(), 'customer_id', gen_random_uuid(),
-                                          'total', jsonb_build_object('amount', 12500, 'currency', 'EUR')),
-                       '{\"correlationid\": \"0197a5c0-0000-7000-8000-000000000001\"}', created_at
-                FROM generate_series($1::bigint, $2::bigint - 1) AS n,
-                     LATERAL (SELECT now() - CASE WHEN $4 THEN interval '1 day' ELSE interval '1 hour' END
-                                     + n * interval '1 millisecond' AS created_at) AS time
-                RETURNING *
-            )
-            INSERT INTO outbox_deliveries (event_id, aggregate_type, aggregate_id, aggregate_sequence, created_at, published_at)
-            SELECT event_id, aggregate_type, aggregate_id, aggregate_sequence, created_at, CASE WHEN $4 THEN now() END
-            FROM event",
-        );
-        let last = (first + CHUNK).min(events);
-        let kind = if published { "kept" } else { "new" };
-        insert
-            .bind(first as i64)
-            .bind(last as i64)
-            .bind(AGGREGATES as i64)
-            .bind(published)
-            .bind(kind)
-            .execute(&mut *db)
-            .await?;
-    }
-    for tidy in ["VACUUM ANALYZE outbox_deliveries", "VACUUM ANALYZE outbox_events", "CHECKPOINT"] {
-        sqlx::raw_sql(tidy).execute(&mut *db).await?;
-    }
-    Ok(())
-}
+const WRITE: &str = "
+WITH event AS (
+    INSERT INTO outbox_events (event_id, aggregate_type, aggregate_id, aggregate_sequence, event_type,
+                               event_version, payload, headers, created_at)
+    SELECT (lpad(to_hex((extract(epoch FROM created_at) * 1000)::bigint), 12, '0') || left(md5(n::text), 20))::uuid,
+           'order', md5((n % $3)::text)::uuid, n / $3 + 1, 'OrderCreated', 1,
+           jsonb_build_object('order_id', gen_random_uuid(), 'customer_id', gen_random_uuid(),
+                              'total', jsonb_build_object('amount', 12500, 'currency', 'EUR')),
+           '{\"correlationid\": \"0197a5c0-0000-7000-8000-000000000001\"}', created_at
+    FROM generate_series($1::bigint, $2::bigint - 1) AS n,
+         LATERAL (SELECT timestamptz '2026-01-01' + n * interval '1 millisecond' AS created_at) AS time
+    RETURNING *
+)
+INSERT INTO outbox_deliveries (event_id, aggregate_type, aggregate_id, aggregate_sequence, created_at, published_at)
+SELECT event_id, aggregate_type, aggregate_id, aggregate_sequence, created_at, CASE WHEN $4 THEN now() END
+FROM event";
 
 /// The limit: messages of the same size, as many in flight as the client takes.
 pub async fn pipelined(bench: &Bench) -> anyhow::Result<f64> {
