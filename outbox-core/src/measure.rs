@@ -4,6 +4,7 @@ use std::sync::OnceLock;
 use std::time::Duration;
 
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
+use tokio_util::sync::CancellationToken;
 
 use crate::consumer::Delivery;
 use crate::inbox::ParkReason;
@@ -73,6 +74,18 @@ metrics_table! {
     RETENTION_LAG: Gauge "retention_lag_seconds" ["table"] "For how long the table's oldest row has been due to be removed; 0 where none is.";
     POOL: Gauge "database_pool_connections" ["pool", "state"] "Connections of this process to its database, for requests or for work: used or idle.";
     TASK_UP: Gauge "process_task_up" ["task"] "1 while a supervised task runs, 0 when it has ended.";
+}
+
+/// How often what was recorded is folded into the histograms.
+const FOLDED_EVERY: Duration = Duration::from_secs(1);
+
+/// Folds what was recorded into the histograms until `shutdown`: a process that nobody scrapes would keep
+/// every single value.
+pub(crate) async fn fold_histograms(shutdown: CancellationToken) {
+    let metrics = handle();
+    while shutdown.run_until_cancelled(tokio::time::sleep(FOLDED_EVERY)).await.is_some() {
+        metrics.run_upkeep();
+    }
 }
 
 /// The process's metrics, for its `/metrics`.

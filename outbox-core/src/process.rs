@@ -63,9 +63,7 @@ pub struct Process {
 impl Process {
     /// A process without tasks yet.
     pub fn new(config: &ProcessConfig) -> Self {
-        // Before the first metric is counted.
-        let _ = measure::handle();
-        let process = Self {
+        let mut process = Self {
             tasks: JoinSet::new(),
             names: HashMap::new(),
             shutdown: CancellationToken::new(),
@@ -74,6 +72,9 @@ impl Process {
             grace: config.shutdown_grace,
         };
         process.health.fail(START, "still starting".to_owned());
+        // First of all, so that no metric is counted before they are made.
+        let _ = measure::handle();
+        process.supervise("metrics", measure::fold_histograms(process.shutdown()));
         process
     }
 
