@@ -439,8 +439,8 @@ impl Relay {
 const BATCHES_IN_FLIGHT: usize = 3;
 
 /// After a claim of many the relay rests, nudged or not, until many are there again: what a claim, a mark and
-/// a round of the consumer cost by themselves is shared by more events, and a busy machine has half as many
-/// orders paid again. Events that come slower than this many in each rest never wait for it.
+/// a round of the consumer cost by themselves is shared by more events, and on a busy machine half as many
+/// orders again are paid. Where events come slower than this many in each rest, it does not rest.
 const MANY: usize = 25;
 const REST: Duration = Duration::from_millis(25);
 
