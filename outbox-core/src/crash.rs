@@ -44,6 +44,9 @@ pub fn reached(name: &str) {
             "freeze" => {
                 let stop = std::process::Command::new("kill").args(["-STOP", &std::process::id().to_string()]).status();
                 assert!(stop.is_ok_and(|status| status.success()), "cannot be frozen at {name}");
+                // The kernel gives the signal to one thread, and this one may run on until that has been
+                // scheduled: far enough to do what the freeze is to come before.
+                std::thread::sleep(std::time::Duration::from_secs(1));
             }
             _ => std::process::abort(),
         }
