@@ -81,8 +81,7 @@ const FOLDED_EVERY: Duration = Duration::from_secs(1);
 
 /// Folds what was recorded into the histograms until `shutdown`: a process that nobody scrapes would keep
 /// every single value.
-pub(crate) async fn fold_histograms(shutdown: CancellationToken) {
-    let metrics = handle();
+pub(crate) async fn fold_histograms(metrics: PrometheusHandle, shutdown: CancellationToken) {
     while shutdown.run_until_cancelled(tokio::time::sleep(FOLDED_EVERY)).await.is_some() {
         metrics.run_upkeep();
     }

@@ -72,9 +72,8 @@ impl Process {
             grace: config.shutdown_grace,
         };
         process.health.fail(START, "still starting".to_owned());
-        // First of all, so that no metric is counted before they are made.
-        let _ = measure::handle();
-        process.supervise("metrics", measure::fold_histograms(process.shutdown()));
+        // This makes the recorder: before the first metric is counted.
+        process.supervise("metrics", measure::fold_histograms(measure::handle(), process.shutdown()));
         process
     }
 
@@ -288,7 +287,6 @@ async fn ready(State(admin): State<Admin>) -> impl IntoResponse {
 }
 
 async fn metrics_page(State(admin): State<Admin>) -> impl IntoResponse {
-    admin.metrics.run_upkeep();
     ([(header::CONTENT_TYPE, "text/plain; version=0.0.4")], admin.metrics.render())
 }
 

@@ -7,11 +7,10 @@ use e2e_tests::{Nats, Service};
 use futures::StreamExt;
 use sqlx::PgPool;
 
-use super::relay::{message, stream};
+use super::relay::{publish, stream};
 use super::{Bench, in_turn};
 
 const MESSAGES: u64 = 200_000;
-const IN_FLIGHT: usize = 1_000;
 
 pub async fn consumer(bench: &mut Bench) -> anyhow::Result<()> {
     let count = MESSAGES / bench.smaller;
@@ -44,16 +43,7 @@ async fn processed(db: &PgPool) -> anyhow::Result<u64> {
 /// A broker whose stream holds so many events.
 async fn full_stream(bench: &Bench, count: u64) -> anyhow::Result<Nats> {
     let nats = bench.nats().await?;
-    let jetstream = stream(&nats, "orders").await?;
-    let publish = |_| {
-        let (headers, payload) = message();
-        let jetstream = jetstream.clone();
-        async move { jetstream.publish_with_headers("orders.OrderCreated", headers, payload.into()).await?.await }
-    };
-    let mut acks = futures::stream::iter(0..count).map(publish).buffer_unordered(IN_FLIGHT);
-    while let Some(ack) = acks.next().await {
-        ack?;
-    }
+    publish(&stream(&nats).await?, count).await?;
     Ok(nats)
 }
 

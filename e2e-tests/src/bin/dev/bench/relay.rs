@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use async_nats::HeaderMap;
+use async_nats::{HeaderMap, jetstream};
 use e2e_tests::Nats;
 use futures::StreamExt;
 use futures::future::try_join_all;
@@ -185,31 +185,37 @@ INSERT INTO outbox_deliveries (event_id, aggregate_type, aggregate_id, aggregate
 SELECT event_id, aggregate_type, aggregate_id, aggregate_sequence, created_at, CASE WHEN $4 THEN now() END
 FROM event";
 
-/// The limit: messages of the same size, as many in flight as the client takes.
-pub async fn pipelined(bench: &Bench) -> anyhow::Result<f64> {
+/// The limit: messages of the same size.
+async fn pipelined(bench: &Bench) -> anyhow::Result<f64> {
     let nats = bench.nats().await?;
     let count = EVENTS / bench.smaller;
-    let jetstream = stream(&nats, "orders").await?;
+    let jetstream = stream(&nats).await?;
     let began = Instant::now();
-    let publish = |_| {
+    publish(&jetstream, count).await?;
+    Ok(count as f64 / began.elapsed().as_secs_f64())
+}
+
+/// Publishes so many messages, as many in flight as the client takes.
+pub async fn publish(jetstream: &jetstream::Context, count: u64) -> anyhow::Result<()> {
+    let publishing = |_| {
         let (headers, payload) = message();
         let jetstream = jetstream.clone();
         async move { jetstream.publish_with_headers("orders.OrderCreated", headers, payload.into()).await?.await }
     };
-    let mut acks = futures::stream::iter(0..count).map(publish).buffer_unordered(IN_FLIGHT);
+    let mut acks = futures::stream::iter(0..count).map(publishing).buffer_unordered(IN_FLIGHT);
     while let Some(ack) = acks.next().await {
         ack?;
     }
-    Ok(count as f64 / began.elapsed().as_secs_f64())
+    Ok(())
 }
 
-/// A stream like a service's.
-pub async fn stream(nats: &Nats, prefix: &str) -> anyhow::Result<async_nats::jetstream::Context> {
+/// A stream like order-service's.
+pub async fn stream(nats: &Nats) -> anyhow::Result<jetstream::Context> {
     let jetstream = nats.jetstream().await?;
-    let config = async_nats::jetstream::stream::Config {
-        name: prefix.to_uppercase(),
-        subjects: vec![format!("{prefix}.*")],
-        discard: async_nats::jetstream::stream::DiscardPolicy::New,
+    let config = jetstream::stream::Config {
+        name: "ORDERS".to_owned(),
+        subjects: vec!["orders.*".to_owned()],
+        discard: jetstream::stream::DiscardPolicy::New,
         max_age: Duration::from_secs(7 * 86_400),
         ..Default::default()
     };
@@ -218,7 +224,7 @@ pub async fn stream(nats: &Nats, prefix: &str) -> anyhow::Result<async_nats::jet
 }
 
 /// An `OrderCreated` as order-service's relay sends it.
-pub fn message() -> (HeaderMap, String) {
+fn message() -> (HeaderMap, String) {
     let (event, order) = (Uuid::now_v7().to_string(), Uuid::now_v7().to_string());
     let mut headers = HeaderMap::new();
     for (name, value) in [
